@@ -1,0 +1,54 @@
+"""What a backend is: it trains, serves, saves, and deletes what it is told to. It remembers nothing else.
+
+A backend has no logging, reads no `history.jsonl`, and knows nothing of reporters: whoever holds the model owns those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from art_ray.types import TrainConfig
+
+if TYPE_CHECKING:
+    from art_ray.model import TrainableModel
+
+__all__ = ["Backend"]
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """The interface between a model and whatever trains and serves it.
+
+    Every method may be called again with the same arguments after a failure, and then has the effect of one call.
+    """
+
+    async def _prepare_backend_for_training(self, model: TrainableModel) -> tuple[str, str]:
+        """Makes `model` trainable and served; returns the base URL of its OpenAI API and the key for it.
+
+        Starts from the newest complete checkpoint, or writes step 0. Idempotent.
+        """
+        ...
+
+    async def _get_step(self, model: TrainableModel) -> int:
+        """Returns the step of the newest complete checkpoint; 0 where there is none. Starts nothing."""
+        ...
+
+    def _train_model(
+        self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig, dev_config: Mapping[str, Any]
+    ) -> AsyncIterator[dict[str, float]]:
+        """Trains one step on `groups` (groups, or references to them) and yields metrics as they come.
+
+        When the iterator ends, the new checkpoint is committed and the next request is served by it.
+
+        Args:
+            model: the model to train; the step before training is its `_get_step`.
+            groups: trajectory groups in order.
+            config: the options, complete; the learning rate is the one to use.
+            dev_config: what the user passed as `_config`, already merged into `config`.
+        """
+        ...
+
+    async def _delete_checkpoint_files(self, model: TrainableModel, steps_to_keep: Sequence[int]) -> None:
+        """Deletes every checkpoint but those of `steps_to_keep` and those being served. Starts nothing."""
+        ...
