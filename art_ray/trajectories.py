@@ -10,11 +10,10 @@ import traceback as traceback_module
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 import pydantic
 from openai.types.chat.chat_completion import Choice
-from typing_extensions import Self
 
 __all__ = [
     "Choice",
@@ -209,6 +208,7 @@ class TrajectoryGroup(pydantic.BaseModel):
     logs: list[str] = []
 
     def __new__(cls, trajectories: Iterable[Any] = (), **values: Any) -> Any:
+        """Returns a group, or a `PendingTrajectoryGroup` where an item is still awaited."""
         items = list(trajectories)
         if any(inspect.isawaitable(item) for item in items):
             return PendingTrajectoryGroup(items, values)
@@ -264,8 +264,8 @@ def _failure(error: object) -> RolloutFailure:
 class PendingTrajectoryGroup:
     """A group some of whose trajectories are still being rolled out. Awaiting it gives the `TrajectoryGroup`.
 
-    A rollout that raises becomes an entry of the group's `exceptions`; use `gather_trajectory_groups` for a progress bar
-    and a limit on failures.
+    A rollout that raises becomes an entry of the group's `exceptions`; use `gather_trajectory_groups` for a progress
+    bar and a limit on failures.
     """
 
     def __init__(self, items: list[Any], values: dict[str, Any]) -> None:

@@ -84,7 +84,7 @@ class TrainConfig(FrozenConfig):
     allow_training_without_logprobs: bool = False
     """Whether assistant messages without sampled token ids are tokenized by the template and trained with ratio 1."""
     scale_learning_rate_by_reward_std_dev: bool = False
-    """Whether the learning rate follows the trend of `train/reward_std_dev`; applied by the model, not by the backend."""
+    """Whether the learning rate follows the trend of `train/reward_std_dev`; applied by the model."""
     optimizer_steps_per_train: int = pydantic.Field(default=1, ge=1)
     """Optimizer steps per train call; a property of the algorithm, not of the packing."""
     warmup_steps: int = pydantic.Field(default=0, ge=0)
