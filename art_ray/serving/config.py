@@ -1,0 +1,127 @@
+"""How the policy is served. One class; every option works or is refused with the reason."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pydantic
+
+from art_ray.types import FrozenConfig
+
+__all__ = ["REFUSED_ENGINE_ARGS", "ServingConfig"]
+
+Weights = Literal["auto", "adapter", "merged"]
+
+_CORES = r"\d+(-\d+)?(,\d+(-\d+)?)*"
+_OURS = "it is set by ServingConfig: use its field `{}`"
+REFUSED_ENGINE_ARGS: dict[str, str] = {
+    "api_key": "the front checks the key, on every route; the engine's own check guards only some",
+    "host": "the backend chooses the interface, and announces the address after binding it",
+    "port": "the port is bound before it is announced, so that two engines never choose the same one",
+    "uds": "the engine is reached over TCP",
+    "model": "the base model belongs to the trainable model",
+    "tokenizer": "sampled and trained token ids must come from the base model's own tokenizer",
+    "served_model_name": "requests name a policy version; the base model is never served",
+    "generation_config": "the base model's defaults for temperature, top-p and top-k would change the distribution "
+    "that is trained",
+    "override_generation_config": "as for generation_config: ask for temperature in each request",
+    "logprobs_mode": "training needs the log-probabilities after the temperature",
+    "enable_lora": _OURS.format("weights"),
+    "lora_modules": "versions are loaded under `{name}@{step}` by the backend",
+    "enable_sleep_mode": "sleep is driven by the backend",
+    "max_loras": _OURS.format("max_versions"),
+    "max_cpu_loras": _OURS.format("max_versions"),
+    "max_lora_rank": "it follows from the LoRA configuration of the trainable model",
+    "tensor_parallel_size": _OURS.format("tensor_parallel"),
+    "data_parallel_size": _OURS.format("replicas"),
+    "dtype": _OURS.format("dtype"),
+    "max_model_len": _OURS.format("max_model_len"),
+    "max_num_seqs": _OURS.format("max_num_seqs"),
+    "kv_cache_memory_bytes": _OURS.format("kv_cache_gib"),
+    "gpu_memory_utilization": _OURS.format("gpu_memory_utilization"),
+    "enable_log_requests": "prompts would be written to the log",
+    "enable_log_outputs": "answers would be written to the log",
+    "middleware": "nothing may stand between the front and the engine",
+    "enable_request_id_headers": "the engine's request ids stay inside",
+    "root_path": "the front knows the routes by their paths",
+    "ssl_keyfile": "TLS is ended before the front",
+    "ssl_certfile": "TLS is ended before the front",
+    "headless": "the engine is always served",
+    "api_server_count": "one server per replica; use `replicas`",
+    "distributed_executor_backend": "the engine's workers are its own processes on one node",
+    "worker_extension_cls": "it belongs to the backend",
+    "weight_transfer_config": "weights arrive as adapters, with a hash",
+    "config": "give each argument by name",
+    "allow_credentials": "browsers are no clients of this server",
+    "allowed_origins": "browsers are no clients of this server",
+}
+"""Arguments of vLLM's server that `engine_args` may not carry, each with the reason."""
+
+
+class ServingConfig(FrozenConfig):
+    """How one trainable model is served.
+
+    Raises:
+        ConfigError: a value out of range, or an engine argument that would break a guarantee of this package.
+    """
+
+    replicas: int = pydantic.Field(default=1, ge=1)
+    """Engines that serve the same policy side by side."""
+    tensor_parallel: int = pydantic.Field(default=1, ge=1)
+    """Devices (GPUs, or groups of cores) over which one engine splits its weights."""
+    weights: Weights = "auto"
+    """"adapter": one LoRA adapter per version, several versions at once. "merged": the adapter is added into the
+    weights, one version at a time. "auto": merged on CPU, where sampling with an adapter is slower; adapter on GPU."""
+    in_flight: Literal["finish", "continue"] = "finish"
+    """Merged weights only. "finish": a new version waits until running requests are done, and new requests wait for
+    the new version. "continue": running requests go on across the change, and their answer says which version
+    sampled each token."""
+    max_versions: int = pydantic.Field(default=4, ge=2, le=64)
+    """Adapter weights only: versions that are held at once (the current one, and those still leased)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the engine's weights and arithmetic; "auto" is the base model's own."""
+    max_model_len: int | None = pydantic.Field(default=None, ge=16)
+    """Longest prompt plus answer, in tokens; None: what the base model allows."""
+    max_num_seqs: int = pydantic.Field(default=128, ge=1)
+    """Sequences that the engine advances together; further ones queue inside it."""
+    max_requests: int = pydantic.Field(default=1024, ge=1)
+    """Requests that the front holds at once, queued ones included; one more is answered with status 503."""
+    kv_cache_gib: float | None = pydantic.Field(default=None, gt=0)
+    """GiB of memory for the key-value cache. None: 1 GiB on CPU; on GPU, what `gpu_memory_utilization` leaves."""
+    gpu_memory_utilization: float = pydantic.Field(default=0.85, gt=0, le=1)
+    """Share of a GPU's memory that the engine may take, weights included. Without effect on CPU."""
+    compile: bool = False
+    """Whether the engine compiles the model (and captures graphs on GPU): faster sampling after a longer start."""
+    cpu_cores: str | None = pydantic.Field(
+        default=None, pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*(\|\d+(-\d+)?(,\d+(-\d+)?)*)*$"
+    )
+    """Cores that compute, as "0-3,6"; with tensor_parallel, one list per worker, separated by "|". None: all that
+    this process may use. Without effect on GPU."""
+    start_timeout_s: float = pydantic.Field(default=600.0, gt=0)
+    """Seconds that an engine has from its start to the first answer."""
+    load_timeout_s: float = pydantic.Field(default=300.0, gt=0)
+    """Seconds that loading a version may take, waiting for a place or for running requests included."""
+    request_timeout_s: float = pydantic.Field(default=1800.0, gt=0)
+    """Seconds after which a request that has not ended is cut off with status 504."""
+    pin_ttl_s: float = pydantic.Field(default=3600.0, gt=0)
+    """Seconds for which a named lease keeps its version after it was last used."""
+    max_body_mib: float = pydantic.Field(default=32.0, gt=0)
+    """Largest request body, in MiB; a larger one is answered with status 413."""
+    engine_args: dict[str, Any] = {}
+    """Further arguments of vLLM's server, by their Python names, such as {"tool_call_parser": "hermes",
+    "enable_auto_tool_choice": True}. A name that vLLM does not have is refused when the engine starts."""
+
+    @pydantic.field_validator("engine_args")
+    @classmethod
+    def _no_refused_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            key = name.lstrip("-").replace("-", "_").removeprefix("no_")
+            if reason := REFUSED_ENGINE_ARGS.get(key):
+                raise ValueError(f"engine_args may not carry {name!r}: {reason}")
+        return value
+
+    def weights_on(self, device: str) -> Literal["adapter", "merged"]:
+        """Returns how versions are served on `device` ("cpu" or another vLLM device type)."""
+        if self.weights != "auto":
+            return self.weights
+        return "merged" if device == "cpu" else "adapter"
