@@ -19,10 +19,12 @@ __all__ = [
     "Choice",
     "History",
     "Message",
+    "Messages",
     "MessagesAndChoices",
     "PendingTrajectoryGroup",
     "RolloutFailure",
     "Sampling",
+    "Tools",
     "Trajectory",
     "TrajectoryGroup",
     "as_groups",
@@ -32,6 +34,10 @@ __all__ = [
 
 Message: TypeAlias = dict[str, Any]
 """An OpenAI chat message: `role`, `content` (text or a list of parts), perhaps `tool_calls` or `tool_call_id`."""
+Messages: TypeAlias = list[Message]
+"""A conversation that can be sent to a server."""
+Tools: TypeAlias = list[dict[str, Any]]
+"""Tool definitions in OpenAI's form."""
 MessagesAndChoices: TypeAlias = list[Choice | Message]
 """A conversation. A `Choice` is an answer as the server returned it, a dict is anything else."""
 
