@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from art_ray.types import TrainConfig
 
 if TYPE_CHECKING:
-    from art_ray.model import TrainableModel
+    from art_ray.model import Model, TrainableModel
 
 __all__ = ["Backend"]
 
@@ -22,6 +22,13 @@ class Backend(Protocol):
 
     Every method may be called again with the same arguments after a failure, and then has the effect of one call.
     """
+
+    async def _open_ledger(self, model: Model) -> Any:
+        """Returns where the ledger of `model` is reached (an `art_ray.ledger.port.LedgerPort`); None: in this process.
+
+        It is the model's, whoever keeps it: a backend gives it a place and never reads or writes it.
+        """
+        ...
 
     async def _prepare_backend_for_training(self, model: TrainableModel) -> tuple[str, str]:
         """Makes `model` trainable and served; returns the base URL of its OpenAI API and the key for it.

@@ -1,0 +1,138 @@
+"""The ledger behind Ray: on the driver's node, for everyone on the cluster who logs to one model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from art_ray.actors import calls
+from art_ray.actors.placement import Placed, driver_node
+from art_ray.ledger.ledger import Ledger, LedgerConfig, LogReceipt
+from art_ray.trajectories import TrajectoryGroup
+
+__all__ = ["ActorLedger", "LogRequest", "ModelActor"]
+
+FETCHED_AT_ONCE = 8
+"""Groups in the model actor's memory at one time while it writes a parquet file."""
+
+
+# driver -> model actor
+@dataclass(frozen=True)
+class LogRequest:
+    """One call of `log`. A request that comes twice is carried out once."""
+
+    request_id: str
+    groups: tuple[Any, ...] | None
+    """References to trajectory groups, in order; None: only metrics are logged."""
+    split: str
+    step: int
+    metrics: Mapping[str, Any] | None
+    fetch_timeout_s: float
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=3)
+class ModelActor:
+    """A `Ledger`, reached through Ray. It decides nothing."""
+
+    def __init__(self, config: LedgerConfig) -> None:
+        self._ledger = Ledger(config)
+
+    def log(self, request: LogRequest) -> LogReceipt:
+        """Carries out `request`; when it returns, everything is on disk."""
+        return self._ledger.log(
+            None if request.groups is None else _fetched(request),
+            split=request.split,
+            step=request.step,
+            metrics=request.metrics,
+            request_id=request.request_id,
+        )
+
+    def learning_rate_multiplier(self) -> float:
+        """See `Ledger.learning_rate_multiplier`."""
+        return self._ledger.learning_rate_multiplier()
+
+    def steps_to_keep(self, metric: str, latest_step: int) -> list[int]:
+        """See `Ledger.steps_to_keep`."""
+        return self._ledger.steps_to_keep(metric, latest_step)
+
+    def close(self, timeout_s: float) -> None:
+        """Drains the reporters for up to `timeout_s` seconds."""
+        self._ledger.close(timeout_s)
+
+
+def _fetched(request: LogRequest) -> Iterator[TrajectoryGroup]:
+    refs = list(request.groups or ())
+    for start in range(0, len(refs), FETCHED_AT_ONCE):
+        part = refs[start : start + FETCHED_AT_ONCE]
+        what = f"trajectory groups {start} to {start + len(part) - 1} of split {request.split!r}, step {request.step}"
+        yield from calls.fetch(part, what, request.fetch_timeout_s)
+
+
+class ActorLedger:
+    """An `art_ray.ledger.port.LedgerPort` whose ledger is a `ModelActor` on the caller's node."""
+
+    def __init__(self, config: LedgerConfig, *, timeout_s: float) -> None:
+        self._config = config
+        self._timeout_s = timeout_s
+        self._actor: Placed | None = None
+
+    def is_reference(self, item: object) -> bool:
+        """Returns whether `item` is a Ray object reference."""
+        return isinstance(item, ray.ObjectRef)
+
+    async def share(self, groups: Sequence[Any]) -> list[Any]:
+        """Puts the groups into the object store, off the event loop; references stay as they are."""
+        return await asyncio.to_thread(
+            lambda: [group if self.is_reference(group) else ray.put(group) for group in groups]
+        )
+
+    async def log(
+        self,
+        groups: Sequence[Any] | None,
+        *,
+        split: str,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        request_id: str,
+    ) -> LogReceipt:
+        """See `LedgerPort.log`."""
+        refs = None if groups is None else tuple(groups)
+        request = LogRequest(request_id, refs, split, step, metrics, fetch_timeout_s=self._timeout_s)
+        return await self._answer("log", self._placed().handle.log.remote(request), f"split {split!r} of step {step}")
+
+    async def learning_rate_multiplier(self) -> float:
+        """See `LedgerPort.learning_rate_multiplier`."""
+        ref = self._placed().handle.learning_rate_multiplier.remote()
+        return await self._answer("learning_rate_multiplier", ref, "the trend of train/reward_std_dev")
+
+    async def steps_to_keep(self, metric: str, latest_step: int) -> list[int]:
+        """See `LedgerPort.steps_to_keep`."""
+        ref = self._placed().handle.steps_to_keep.remote(metric, latest_step)
+        return await self._answer("steps_to_keep", ref, f"the best step by {metric}")
+
+    async def close(self, timeout_s: float) -> None:
+        """Drains the reporters, then ends the actor; a later call starts it again."""
+        if self._actor is None:
+            return
+        actor, self._actor = self._actor, None
+        try:
+            wait = actor.wait("close", "the reporters' backlog", timeout_s + 5)
+            await calls.answer(actor.handle.close.remote(timeout_s), wait)
+        finally:
+            ray.kill(actor.handle)
+
+    def _placed(self) -> Placed:
+        if self._actor is None:
+            name = f"model:{self._config.project}/{self._config.name}"
+            handle = ModelActor.options(name=name, scheduling_strategy=driver_node()).remote(  # type: ignore[attr-defined]
+                self._config
+            )
+            self._actor = Placed(handle, name, ray.util.get_node_ip_address())
+        return self._actor
+
+    async def _answer(self, method: str, ref: Any, waiting_for: str) -> Any:
+        return await calls.answer(ref, self._placed().wait(method, waiting_for, self._timeout_s))

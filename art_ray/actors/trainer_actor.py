@@ -1,0 +1,90 @@
+"""The trainer behind Ray: one thread that computes, and an event loop that answers how far it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+
+from art_ray.actors import calls
+from art_ray.serving.adapter import AdapterVersion
+from art_ray.training.checkpoint import step_dir
+from art_ray.training.config import TrainerSpec
+from art_ray.training.trainer import Trainer
+from art_ray.types import TrainConfig
+
+__all__ = ["TrainRequest", "TrainerActor"]
+
+T = TypeVar("T")
+
+
+# driver -> trainer actor
+@dataclass(frozen=True)
+class TrainRequest:
+    """One train call. A request for a step that is already committed returns what was committed."""
+
+    step: int
+    """The step before training."""
+    groups: tuple[Any, ...]
+    """References to trajectory groups, in order."""
+    config: TrainConfig
+    fetch_timeout_s: float
+
+
+@ray.remote
+class TrainerActor:
+    """A `Trainer`, reached through Ray. It decides nothing.
+
+    The trainer is made when it is first needed, not in `__init__`: what goes wrong then reaches the caller as the error
+    it is. A restarted actor makes it again from the newest checkpoint.
+    """
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._spec = spec
+        # torch keeps its number of threads per calling thread: everything runs on this one.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        self._trainer: Trainer | None = None
+        self._progress: dict[str, float] = {}
+
+    async def check(self) -> str:
+        """Checks the specification against the base model, without loading weights; returns the node's address."""
+        await self._run(lambda: Trainer.check(self._spec))
+        return ray.util.get_node_ip_address()
+
+    async def start(self) -> int:
+        """Loads the policy and returns the step it stands at."""
+        return await self._run(lambda: self._made().step)
+
+    async def train(self, request: TrainRequest) -> dict[str, float]:
+        """Trains one step and commits it; returns its metrics."""
+        return await self._run(lambda: self._train(request))
+
+    async def progress(self) -> dict[str, float]:
+        """Returns how far the current train call is, as the trainer last reported it."""
+        return self._progress
+
+    async def adapter(self, step: int) -> AdapterVersion:
+        """Returns the adapter of a committed step, as the serving actors take it."""
+        path = step_dir(self._spec.checkpoints_dir, step)
+        return await asyncio.to_thread(AdapterVersion.from_directory, step, path)
+
+    def _train(self, request: TrainRequest) -> dict[str, float]:
+        self._progress = {}
+        what = f"the {len(request.groups)} trajectory groups of step {request.step}"
+        groups = calls.fetch(list(request.groups), what, request.fetch_timeout_s)
+        return self._made().train(groups, request.config, request.step, progress=self._report)
+
+    def _report(self, progress: dict[str, float]) -> None:
+        self._progress = dict(progress)
+
+    def _made(self) -> Trainer:
+        if self._trainer is None:
+            self._trainer = Trainer(self._spec)
+        return self._trainer
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,299 @@
+"""What the user holds: a model that samples (`Model`), and one that also learns (`TrainableModel`).
+
+The model owns everything that is remembered. It drives a ledger (in this process, or an actor of the backend) and a
+backend, and knows neither's kind.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import openai
+import pydantic
+
+from art_ray.backend import Backend
+from art_ray.errors import ConfigError, NotRegisteredError
+from art_ray.inference import PolicyClient
+from art_ray.ledger.history import History
+from art_ray.ledger.ledger import LedgerConfig
+from art_ray.ledger.paths import model_dir, validate_part
+from art_ray.ledger.port import InProcessLedger, LedgerPort
+from art_ray.trajectories import Trajectory, TrajectoryGroup, as_groups
+from art_ray.types import TrainConfig, TrainResult, nearest
+
+if TYPE_CHECKING:
+    import polars
+
+__all__ = ["Model", "TrainableModel"]
+
+
+class Model(pydantic.BaseModel):
+    """A model that samples: logged, compared, but not trained. It logs at step 0.
+
+    `backend()` is not needed to log: what is remembered is written by this process below `base_path`.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", validate_assignment=True, protected_namespaces=())
+
+    trainable: ClassVar[bool] = False
+
+    name: str
+    project: str
+    config: Any = None
+    """Whatever the user wants to carry along; kept in `model.json` where it is JSON."""
+    inference_api_key: str | None = pydantic.Field(default=None, repr=False)
+    inference_base_url: str | None = None
+    inference_model_name: str | None = None
+    base_path: str = ".art"
+    report_metrics: list[str] | None = None
+    """Names of reporters; None: wandb if its key is in the environment; []: none."""
+
+    _backend: Backend | None = pydantic.PrivateAttr(default=None)
+    _ledger: LedgerPort | None = pydantic.PrivateAttr(default=None)
+    _client: openai.AsyncOpenAI | None = pydantic.PrivateAttr(default=None)
+
+    @pydantic.field_validator("name", "project")
+    @classmethod
+    def _is_path_part(cls, value: str, about: pydantic.ValidationInfo) -> str:
+        validate_part(str(about.field_name), value)
+        return value
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Copies the fields; backend, ledger and client are connections, and stay shared."""
+        shared = self.__pydantic_private__
+        object.__setattr__(self, "__pydantic_private__", None)
+        try:
+            copied = super().__deepcopy__(memo)
+        finally:
+            object.__setattr__(self, "__pydantic_private__", shared)
+        object.__setattr__(copied, "__pydantic_private__", dict(shared or {}))
+        return copied
+
+    async def register(self, backend: Backend) -> None:
+        """Connects the model to a backend. `base_path` is not touched, and no reporter is opened."""
+        self._ledger_config()
+        self._ledger = await backend._open_ledger(self)
+        self._backend = backend
+
+    def backend(self) -> Backend:
+        """Returns the backend.
+
+        Raises:
+            NotRegisteredError: there is none yet.
+        """
+        if self._backend is None:
+            raise NotRegisteredError(f"model {self.name!r} has no backend: call `await model.register(backend)` first")
+        return self._backend
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        """Returns what to send as `model=`; for a hosted model its name there, whatever the step."""
+        return self.inference_model_name or self.name
+
+    def openai_client(self) -> openai.AsyncOpenAI:
+        """Returns an OpenAI client on the model's own inference URL.
+
+        Raises:
+            ConfigError: there is no `inference_base_url`.
+        """
+        if self.inference_base_url is None:
+            raise ConfigError(
+                f"model {self.name!r} has no inference_base_url: give it one (and an inference_api_key), "
+                "or use a TrainableModel and register a backend"
+            )
+        if self._client is None:
+            self._client = openai.AsyncOpenAI(base_url=self.inference_base_url, api_key=self.inference_api_key)
+        return self._client
+
+    async def get_step(self) -> int:
+        """Returns 0: a model that is not trained has one version."""
+        return 0
+
+    async def log(
+        self,
+        trajectories: Iterable[TrajectoryGroup] | Iterable[Trajectory | BaseException] | None = None,
+        split: str = "val",
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Writes trajectories to a parquet file and their mean metrics to the history; on return both are on disk.
+
+        Args:
+            trajectories: groups (or references to groups), or trajectories and exceptions, which become one group.
+            split: the part of the data they come from; becomes a folder and the metrics' prefix.
+            metrics: values for the same line of the history; may stand alone.
+            step: the step they belong to; None: `get_step()`.
+
+        Raises:
+            TypeError: a mixture, or something that is no trajectory.
+            InvalidNameError: a split that cannot be a folder's name.
+            LedgerWriteError: the disk did not take it; nothing earlier is harmed.
+        """
+        validate_part("split", split)
+        ledger = self._remembering()
+        groups = [] if trajectories is None else as_groups(trajectories, ledger.is_reference)
+        if not groups and not metrics:
+            return
+        at = await self.get_step() if step is None else step
+        await ledger.log(await ledger.share(groups), split=split, step=at, metrics=metrics, request_id=uuid.uuid4().hex)
+
+    def history(self) -> polars.DataFrame:
+        """Returns the history as a frame: one row per log call, one column per metric that ever appeared."""
+        return self._history().frame()
+
+    def best_step(self, metric: str = "val/reward", mode: str = "max") -> int | None:
+        """Returns the step with the best mean of `metric`, the later of equals; None where it was never logged."""
+        return self._history().best_step(metric, mode=mode)
+
+    async def close(self, timeout_s: float = 30.0) -> None:
+        """Lets the reporters send what they still hold. The model can be used again afterwards."""
+        if self._ledger is not None:
+            ledger, self._ledger = self._ledger, None
+            await ledger.close(timeout_s)
+
+    def _history(self) -> History:
+        return History(model_dir(self.base_path, self.project, self.name) / "history.jsonl")
+
+    def _remembering(self) -> LedgerPort:
+        if self._ledger is None:
+            self._ledger = InProcessLedger(self._ledger_config())
+        return self._ledger
+
+    def _ledger_config(self) -> LedgerConfig:
+        return LedgerConfig(
+            base_path=self.base_path,
+            project=self.project,
+            name=self.name,
+            report_metrics=self.report_metrics,
+            model_fields={"trainable": self.trainable, **self.model_dump(exclude={"inference_api_key", "config"})}
+            | {"config": self.config.model_dump() if isinstance(self.config, pydantic.BaseModel) else self.config},
+        )
+
+
+class TrainableModel(Model):
+    """A model that learns: its policy lives in a backend, its memory here.
+
+    Args of the constructor beyond `Model`'s:
+        base_model: a folder with a checkpoint, or a hub id.
+        _internal_config: options of the backend for this model alone: `{"peft_args": {"r": 8, …}, "engine_args": {…}}`.
+    """
+
+    trainable: ClassVar[bool] = True
+
+    base_model: str
+
+    _internal_config: dict[str, Any] | None = pydantic.PrivateAttr(default=None)
+    _unfinished: _UnfinishedTrain | None = pydantic.PrivateAttr(default=None)
+
+    def __init__(self, *, _internal_config: Mapping[str, Any] | None = None, **values: Any) -> None:
+        super().__init__(**values)
+        known = ["peft_args", "engine_args"]
+        for key in _internal_config or {}:
+            if key not in known:
+                raise ConfigError(
+                    f"_internal_config has no key {key!r}{nearest(key, known)}. Known: {', '.join(known)}."
+                )
+        self._internal_config = dict(_internal_config) if _internal_config else None
+
+    async def register(self, backend: Backend) -> None:
+        """Connects the model to a backend, which makes it trainable and starts to serve its newest version."""
+        await super().register(backend)
+        self.inference_base_url, self.inference_api_key = await backend._prepare_backend_for_training(self)
+        self._client = None
+
+    def get_inference_name(self, step: int | None = None) -> str:
+        """Returns the name to send as `model=`: of the current version, or of the one that `step` pins."""
+        return self.name if step is None else f"{self.name}@{step}"
+
+    def openai_client(self) -> openai.AsyncOpenAI:
+        """Returns an OpenAI client on the served policy; its answers carry what training needs (see `PolicyClient`)."""
+        self.backend()
+        if self._client is None:
+            self._client = PolicyClient(base_url=self.inference_base_url, api_key=self.inference_api_key)
+        return self._client
+
+    async def get_step(self) -> int:
+        """Returns the step of the backend's newest complete checkpoint."""
+        return await self.backend()._get_step(self)
+
+    async def train(
+        self,
+        groups: Iterable[TrajectoryGroup] | Iterable[Trajectory | BaseException],
+        config: TrainConfig | None = None,
+        _config: Mapping[str, Any] | None = None,
+        verbose: bool = False,
+    ) -> TrainResult:
+        """Logs the groups, trains one step on them, and logs how that went.
+
+        Repeated with the same groups after a failure it takes up where it stopped, and has the effect of one call.
+
+        Args:
+            groups: trajectory groups, or references to them.
+            config: the options.
+            _config: experimental options by name, which win over those of `config`.
+            verbose: prints the step's metrics.
+
+        Returns:
+            The step after training, and the metrics that were logged there.
+
+        Raises:
+            NotRegisteredError: the model has no backend.
+            ConfigError: an option that does not exist or cannot work.
+            TrainingError, ActorError, DeadlineError: the step could not be taken.
+        """
+        backend, ledger = self.backend(), self._remembering()
+        config = (config or TrainConfig()).updated(_config or {})
+        call = await self._taken_up(as_groups(groups, ledger.is_reference))
+        call.shared = call.shared or await ledger.share(call.groups)
+        if call.groups:
+            await ledger.log(call.shared, split="train", step=call.step, metrics=None, request_id=call.request_id)
+        frontend_metrics: dict[str, float] = {}
+        if config.scale_learning_rate_by_reward_std_dev:
+            multiplier = await ledger.learning_rate_multiplier()
+            config = config.updated({"learning_rate": config.learning_rate * multiplier})
+            frontend_metrics["learning_rate_multiplier"] = multiplier
+        collected = [m async for m in backend._train_model(self, call.shared, config, _config or {})]
+        metrics = {**_means(collected), **frontend_metrics}
+        await ledger.log(
+            None, split="train", step=call.step + 1, metrics=metrics, request_id=f"{call.request_id}-metrics"
+        )
+        self._unfinished = None
+        if verbose:
+            print(f"step {call.step + 1}: " + "  ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
+        return TrainResult(step=call.step + 1, metrics=metrics)
+
+    async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
+        """Deletes every checkpoint but the latest, the best by `best_checkpoint_metric`, and those being served.
+
+        Raises:
+            UnknownMetricError: the metric is not the default and was never logged; nothing is deleted.
+        """
+        backend, ledger = self.backend(), self._remembering()
+        steps = await ledger.steps_to_keep(best_checkpoint_metric, await self.get_step())
+        await backend._delete_checkpoint_files(self, steps)
+
+    async def _taken_up(self, groups: Sequence[Any]) -> _UnfinishedTrain:
+        """Returns the unfinished call with these very groups, or a new one at the backend's step."""
+        call = self._unfinished
+        if call is None or [id(group) for group in call.groups] != [id(group) for group in groups]:
+            call = self._unfinished = _UnfinishedTrain(list(groups), await self.get_step(), uuid.uuid4().hex)
+        return call
+
+
+class _UnfinishedTrain:
+    """A train call until it returns: repeated after a failure, it must not count twice."""
+
+    def __init__(self, groups: list[Any], step: int, request_id: str) -> None:
+        self.groups = groups
+        self.step = step
+        self.request_id = request_id
+        self.shared: list[Any] | None = None
+
+
+def _means(dicts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the mean of each key over the dicts that have it."""
+    keys = dict.fromkeys(key for metrics in dicts for key in metrics)
+    return {key: math.fsum(d[key] for d in dicts if key in d) / sum(key in d for d in dicts) for key in keys}

@@ -1,0 +1,355 @@
+"""Wires the actors: a ledger on the driver's node, a trainer, and serving replicas, on a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pydantic
+import ray
+from tqdm.auto import tqdm
+
+from art_ray.actors import calls
+from art_ray.actors.model_actor import ActorLedger
+from art_ray.actors.placement import Placed, require, with_gpus
+from art_ray.actors.trainer_actor import TrainerActor, TrainRequest
+from art_ray.actors.vllm_actor import VLLMActor
+from art_ray.errors import ConfigError, ServingError
+from art_ray.ledger.paths import model_dir
+from art_ray.model import Model, TrainableModel
+from art_ray.progress import elapsed
+from art_ray.serving.config import ServingConfig
+from art_ray.serving.engine import Endpoint, EngineSpec
+from art_ray.training import checkpoint
+from art_ray.training.config import LoraSettings, TrainerConfig, TrainerSpec
+from art_ray.types import FrozenConfig, TrainConfig
+
+__all__ = ["Deadlines", "RayBackend"]
+
+
+class Deadlines(FrozenConfig):
+    """How long the driver waits for each kind of answer, in seconds, before it gives up with an error."""
+
+    check_s: float = pydantic.Field(default=180.0, gt=0)
+    """For an actor to be placed, and the base model to be looked at."""
+    start_s: float = pydantic.Field(default=1800.0, gt=0)
+    """For the trainer to load its weights, and an engine to answer for the first time."""
+    standstill_s: float = pydantic.Field(default=900.0, gt=0)
+    """For a train call that reports no progress."""
+    publish_s: float = pydantic.Field(default=600.0, gt=0)
+    """For a replica to load a version."""
+    ledger_s: float = pydantic.Field(default=600.0, gt=0)
+    """For a log call, and for the groups it refers to."""
+    stop_s: float = pydantic.Field(default=30.0, gt=0)
+    """For an actor to end by itself, before it is ended."""
+
+
+@dataclass
+class _Running:
+    """The actors of one model, and what they were last told."""
+
+    trainer: Placed
+    replicas: list[Placed]
+    checkpoints_dir: Path
+    endpoint: Endpoint | None = None
+    key: str = field(default="", repr=False)
+    served: list[int] = field(default_factory=list)
+    """Steps whose files a replica may still need."""
+    last_request: TrainRequest | None = None
+
+
+class RayBackend:
+    """Trains and serves on a Ray cluster: a trainer actor and vLLM actors for each model, its ledger beside the driver.
+
+    Uses the Ray that the process is connected to; otherwise the cluster that `address` or the environment's
+    `RAY_ADDRESS` names; otherwise a local instance of its own, which ends with it.
+
+    Args:
+        trainer: how the trainer computes.
+        lora: the adapter that is trained.
+        serving: how the policy is served.
+        path: base path of the checkpoints; None: each model's own `base_path`.
+        address: a Ray address, "auto" for the cluster that runs on this machine, or "local" for an instance of its own.
+        deadlines: how long each answer may take.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: TrainerConfig | None = None,
+        lora: LoraSettings | None = None,
+        serving: ServingConfig | None = None,
+        path: str | None = None,
+        address: str | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self._trainer_config = trainer or TrainerConfig()
+        self._lora = lora or LoraSettings()
+        self._serving = serving or ServingConfig()
+        if self._serving.replicas > 1:
+            raise ConfigError(f"ServingConfig(replicas={self._serving.replicas}): one replica is served at present")
+        if self._trainer_config.ranks > 1:
+            raise ConfigError(f"TrainerConfig(ranks={self._trainer_config.ranks}): one rank trains at present")
+        self._path = path
+        self._address = address or os.environ.get("RAY_ADDRESS") or "local"
+        self._deadlines = deadlines or Deadlines()
+        self._owns_ray = False
+        self._registered_exit = False
+        self._models: dict[tuple[str, str], _Running] = {}
+        self._ledgers: list[ActorLedger] = []
+        self._starting = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the actors of this backend, and the Ray instance if it is its own. Committed steps stay."""
+        models, self._models = list(self._models.values()), {}
+        ledgers, self._ledgers = self._ledgers, []
+        for running in models:
+            await self._stop(running)
+        for ledger in ledgers:
+            await ledger.close(self._deadlines.stop_s)
+        if self._owns_ray:
+            self._owns_ray = False
+            ray.shutdown()
+
+    # ── the Backend protocol ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def _open_ledger(self, model: Model) -> ActorLedger:
+        """Returns the ledger of `model` as an actor on this node."""
+        await asyncio.to_thread(self._connect)
+        config = model._ledger_config()
+        here = config.updated({"base_path": _absolute(config.base_path)})
+        ledger = ActorLedger(here, timeout_s=self._deadlines.ledger_s)
+        self._ledgers.append(ledger)
+        return ledger
+
+    async def _prepare_backend_for_training(self, model: TrainableModel) -> tuple[str, str]:
+        """Starts trainer and replicas from the newest complete checkpoint; returns the API's base URL and key."""
+        await asyncio.to_thread(self._connect)
+        async with self._starting:
+            running = self._models.get(_key(model))
+            if running is None:
+                running = await self._start(model)
+                self._models[_key(model)] = running
+        assert running.endpoint is not None
+        return running.endpoint.base_url, running.key
+
+    async def _get_step(self, model: TrainableModel) -> int:
+        """Returns the newest complete checkpoint's step; reads the disk only."""
+        return checkpoint.newest_step(self._checkpoints_dir(model)) or 0
+
+    async def _train_model(
+        self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig, dev_config: Mapping[str, Any]
+    ) -> AsyncIterator[dict[str, float]]:
+        """Trains one step, then publishes it to every replica; yields the step's metrics."""
+        running = self._running(model)
+        request = await self._taken_up(model, running, tuple(groups), config)
+        yield await self._train(running, request)
+        yield {"seconds_weight_sync": await self._publish(running, request.step + 1)}
+        running.last_request = None
+
+    async def _delete_checkpoint_files(self, model: TrainableModel, steps_to_keep: Sequence[int]) -> None:
+        """Deletes the other checkpoints' directories; those that a replica serves stay."""
+        running = self._models.get(_key(model))
+        served = running.served if running else []
+        await asyncio.to_thread(checkpoint.delete_all_but, self._checkpoints_dir(model), {*steps_to_keep, *served})
+
+    # ── its parts ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _connect(self) -> None:
+        if not self._registered_exit:
+            self._registered_exit = True
+            atexit.register(self._end_at_exit)
+        if ray.is_initialized():
+            return
+        local = self._address == "local"
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+        if local:
+            # Trainer and engine take turns, so that a logical core for each is there even on one real one.
+            options |= {"include_dashboard": False, "num_cpus": max(2, os.cpu_count() or 1)}
+        ray.init(address=self._address, **options)
+        self._owns_ray = True
+
+    def _end_at_exit(self) -> None:
+        """Ends what a script that never called `close` left running."""
+        if (self._models or self._ledgers) and ray.is_initialized():
+            asyncio.run(self.close())
+
+    async def _start(self, model: TrainableModel) -> _Running:
+        lora, serving = self._options_of(model)
+        spec = TrainerSpec(
+            base_model=_resolved(model.base_model),
+            checkpoints_dir=self._checkpoints_dir(model),
+            lora=lora,
+            trainer=self._trainer_config,
+        )
+        gpus = with_gpus()
+        name = f"{model.project}/{model.name}"
+        resources = {
+            f"trainer:{name}": {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {}),
+            f"vllm:{name}:0": {"CPU": 1.0} | ({"GPU": float(serving.tensor_parallel)} if gpus else {}),
+        }
+        require(resources)
+        trainer = Placed(_actor(TrainerActor, resources[f"trainer:{name}"], spec), f"trainer:{name}")
+        running = _Running(trainer, [], spec.checkpoints_dir, key=secrets.token_urlsafe(32))
+        try:
+            await self._fill(running, model, spec, serving, name, resources)
+        except BaseException:
+            await self._stop(running)
+            raise
+        return running
+
+    async def _fill(
+        self,
+        running: _Running,
+        model: TrainableModel,
+        spec: TrainerSpec,
+        serving: ServingConfig,
+        name: str,
+        resources: Mapping[str, Mapping[str, float]],
+    ) -> None:
+        """Checks the base model, starts trainer and replica side by side, and publishes the newest step."""
+        checked = running.trainer.wait(
+            "check", f"a look at the base model {spec.base_model!r}", self._deadlines.check_s
+        )
+        node = await calls.answer(running.trainer.handle.check.remote(), checked)
+        running.trainer = Placed(running.trainer.handle, running.trainer.name, node)
+        engine_spec = EngineSpec(
+            base_model=spec.base_model,
+            name=model.name,
+            api_key=running.key,
+            host="127.0.0.1" if len(ray.nodes()) == 1 else None,
+            serving=serving,
+            max_lora_rank=spec.lora.r,
+        )
+        replica = Placed(_actor(VLLMActor, resources[f"vllm:{name}:0"], engine_spec), f"vllm:{name}:0")
+        running.replicas.append(replica)
+        start_s = self._deadlines.start_s
+        async with elapsed(f"starting trainer and engine of {name}"):
+            step, running.endpoint = await _all(
+                calls.answer(
+                    running.trainer.handle.start.remote(),
+                    running.trainer.wait("start", f"the weights of {spec.base_model!r}", start_s),
+                ),
+                calls.answer(
+                    replica.handle.start.remote(), replica.wait("start", "the first answer of the engine", start_s)
+                ),
+            )
+            await self._publish(running, step)
+
+    async def _taken_up(
+        self, model: TrainableModel, running: _Running, groups: tuple[Any, ...], config: TrainConfig
+    ) -> TrainRequest:
+        """Returns the request that failed before, if these are its groups; its step may be committed by now."""
+        last = running.last_request
+        if last is None or last.groups != groups:
+            step = await self._get_step(model)
+            last = TrainRequest(step, groups, config, fetch_timeout_s=self._deadlines.ledger_s)
+            running.last_request = last
+        return last
+
+    async def _train(self, running: _Running, request: TrainRequest) -> dict[str, float]:
+        trainer = running.trainer
+        wait = trainer.wait("train", f"progress of step {request.step + 1}", self._deadlines.standstill_s)
+        progress_wait = trainer.wait("progress", "a sign of life", self._deadlines.standstill_s)
+        with tqdm(desc=f"train step {request.step + 1}", unit="tok", leave=False, file=sys.stderr) as bar:
+
+            def report(progress: Mapping[str, float]) -> None:
+                bar.total = progress.get("tokens_total")
+                bar.update(progress.get("tokens_done", 0) - bar.n)
+
+            return await calls.watch(
+                trainer.handle.train.remote(request),
+                wait,
+                lambda: calls.answer(trainer.handle.progress.remote(), progress_wait),
+                report,
+            )
+
+    async def _publish(self, running: _Running, step: int) -> float:
+        """Has every replica load the adapter of `step`; returns the seconds until the last has answered."""
+        started = asyncio.get_running_loop().time()
+        running.served.append(step)
+        adapter = running.trainer.handle.adapter.remote(step)
+        loaded = await _all(
+            *(
+                calls.answer(
+                    replica.handle.load.remote(adapter),
+                    replica.wait("load", f"version {step} to be served", self._deadlines.publish_s),
+                )
+                for replica in running.replicas
+            )
+        )
+        for replica, version in zip(running.replicas, loaded, strict=True):
+            if version.step != step:
+                raise ServingError(f"{replica.name} was given version {step} and answered {version.step}")
+        running.served = [step]
+        return asyncio.get_running_loop().time() - started
+
+    async def _stop(self, running: _Running) -> None:
+        for replica in running.replicas:
+            wait = replica.wait("stop", "the engine to end", self._deadlines.stop_s)
+            try:
+                await calls.answer(replica.handle.stop.remote(), wait)
+            except Exception as error:  # the kill below ends it either way; the reason is worth a line
+                print(f"art_ray: {replica.name} did not stop by itself: {error}", file=sys.stderr)
+            ray.kill(replica.handle)
+        ray.kill(running.trainer.handle)
+
+    def _running(self, model: TrainableModel) -> _Running:
+        try:
+            return self._models[_key(model)]
+        except KeyError:
+            raise ConfigError(
+                f"model {model.name!r} is not registered with this backend: `await model.register(backend)`"
+            ) from None
+
+    def _options_of(self, model: TrainableModel) -> tuple[LoraSettings, ServingConfig]:
+        own = model._internal_config or {}
+        lora = self._lora.updated(own.get("peft_args", {}))
+        engine_args = {**self._serving.engine_args, **own.get("engine_args", {})}
+        return lora, self._serving.updated({"engine_args": engine_args})
+
+    def _checkpoints_dir(self, model: TrainableModel) -> Path:
+        base = _absolute(self._path or model.base_path)
+        return Path(model_dir(base, model.project, model.name)) / "checkpoints"
+
+
+def _key(model: Model) -> tuple[str, str]:
+    return model.project, model.name
+
+
+def _absolute(path: str) -> str:
+    """Returns `path` as the driver sees it, since actors have other working directories."""
+    return os.path.abspath(path)
+
+
+def _resolved(base_model: str) -> str:
+    """Returns a folder as an absolute path; a hub id unchanged."""
+    return _absolute(base_model) if os.path.isdir(base_model) else base_model
+
+
+def _actor(actor: Any, resources: Mapping[str, float], spec: Any) -> Any:
+    return actor.options(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0)).remote(spec)
+
+
+async def _all(*awaitables: Any) -> list[Any]:
+    """Returns all results, or raises the first error once the others are cancelled."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
