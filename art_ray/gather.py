@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, overload
 from tqdm.auto import tqdm
 
 from art_ray.errors import ConfigError, TooManyExceptionsError
-from art_ray.trajectories import PendingTrajectoryGroup, RolloutFailure, Trajectory, TrajectoryGroup
+from art_ray.trajectories import PendingTrajectoryGroup, RolloutFailure, Trajectory, TrajectoryGroup, as_number
 
 __all__ = ["gather_trajectories", "gather_trajectory_groups"]
 
@@ -254,9 +254,10 @@ class _Progress:
         """Counts finished trajectories. `num_done` is by how much the bar moves, where it is not their number."""
         for trajectory in trajectories:
             for name, value in [("reward", trajectory.reward), *trajectory.metrics.items()]:
-                if math.isfinite(value):
+                number = as_number(value)
+                if isinstance(number, (int, float)) and math.isfinite(number):
                     total, count = self._sums.get(name, (0.0, 0))
-                    self._sums[name] = (total + value, count + 1)
+                    self._sums[name] = (total + number, count + 1)
         self._show(len(trajectories) if num_done is None else num_done)
 
     def failed(self, failure: Exception | RolloutFailure) -> None:

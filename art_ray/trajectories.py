@@ -38,7 +38,18 @@ Messages: TypeAlias = list[Message]
 """A conversation that can be sent to a server."""
 Tools: TypeAlias = list[dict[str, Any]]
 """Tool definitions in OpenAI's form."""
-MessagesAndChoices: TypeAlias = list[Choice | Message]
+
+
+def as_message(value: object) -> object:
+    """Returns an OpenAI message object as the dict that it is on the wire, and a dict or `Choice` unchanged."""
+    if isinstance(value, (dict, Choice)):
+        return value
+    if isinstance(value, pydantic.BaseModel) and hasattr(value, "role"):
+        return value.model_dump(exclude_none=True)
+    raise ValueError(f"a message is a dict or an openai Choice, got {type(value).__name__}")
+
+
+MessagesAndChoices: TypeAlias = list[Annotated[Choice | Message, pydantic.BeforeValidator(as_message)]]
 """A conversation. A `Choice` is an answer as the server returned it, a dict is anything else."""
 
 
@@ -125,7 +136,16 @@ class History(pydantic.BaseModel):
 
 
 class Trajectory(pydantic.BaseModel):
-    """One episode: a conversation, its reward, and whatever else is worth remembering about it."""
+    """One episode: a conversation, its reward, and whatever else is worth remembering about it.
+
+    Two trajectories are equal when what they hold is; when they were made does not matter.
+
+    Raises:
+        pydantic.ValidationError (ValueError): a field that does not exist, or a value of the wrong type, here and in
+            a later assignment.
+    """
+
+    model_config = pydantic.ConfigDict(extra="forbid", validate_assignment=True, ser_json_inf_nan="strings")
 
     messages_and_choices: MessagesAndChoices
     tools: list[dict[str, Any]] | None = None
@@ -172,6 +192,13 @@ class Trajectory(pydantic.BaseModel):
         """Whether the reward is a finite number."""
         return math.isfinite(self.reward)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trajectory):
+            return NotImplemented
+        mine, theirs = dict(self.__dict__), dict(other.__dict__)
+        rewards = mine.pop("reward"), theirs.pop("reward")
+        return (rewards[0] == rewards[1] or all(map(math.isnan, rewards))) and mine == theirs
+
     def __str__(self) -> str:
         return f"Trajectory(reward={self.reward}, metrics={self.metrics}, metadata={self.metadata})"
 
@@ -206,6 +233,8 @@ class TrajectoryGroup(pydantic.BaseModel):
         TypeError: an item that is none of the three.
     """
 
+    model_config = pydantic.ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
     trajectories: list[Trajectory]
     exceptions: list[RolloutFailure] = []
     metadata: dict[str, Any] = {}
@@ -215,8 +244,12 @@ class TrajectoryGroup(pydantic.BaseModel):
 
     def __new__(cls, trajectories: Iterable[Any] = (), **values: Any) -> Any:
         """Returns a group, or a `PendingTrajectoryGroup` where an item is still awaited."""
+        if isinstance(trajectories, (Trajectory, BaseException)) or not isinstance(trajectories, Iterable):
+            raise TypeError(f"a TrajectoryGroup takes a list of trajectories, got one {type(trajectories).__name__}")
         items = list(trajectories)
         if any(inspect.isawaitable(item) for item in items):
+            # What is wrong with the rest shows here, before anything is rolled out.
+            TrajectoryGroup([item for item in items if not inspect.isawaitable(item)], **values)
             return PendingTrajectoryGroup(items, values)
         group = super().__new__(cls)
         # A generator is spent by the look above; __init__ gets the items from here.
@@ -249,6 +282,18 @@ class TrajectoryGroup(pydantic.BaseModel):
         super().__init__(
             trajectories=kept, exceptions=failures, metadata=metadata or {}, metrics=metrics or {}, logs=logs or []
         )
+
+    @pydantic.model_validator(mode="wrap")
+    @classmethod
+    def _from_dump(cls, value: Any, build: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
+        """Lets `model_validate` read what `model_dump` wrote, where `__init__` takes objects only."""
+        if isinstance(value, dict):
+            revived: dict[str, type[pydantic.BaseModel]] = {"trajectories": Trajectory, "exceptions": RolloutFailure}
+            for name, kind in revived.items():
+                items = value.get(name) or []
+                if any(isinstance(item, dict) for item in items):
+                    value = {**value, name: [kind.model_validate(item) for item in items]}
+        return build(value)
 
     def __iter__(self) -> Iterator[Trajectory]:  # type: ignore[override]
         return iter(self.trajectories)
@@ -306,7 +351,8 @@ def as_groups(items: Any, is_reference: Any = None) -> list[Any]:
     Raises:
         TypeError: a mixture of the two kinds, or an item that is of neither.
     """
-    if isinstance(items, (TrajectoryGroup, Trajectory, BaseException)) or (is_reference and is_reference(items)):
+    one = isinstance(items, (TrajectoryGroup, Trajectory, BaseException, PendingTrajectoryGroup))
+    if one or (is_reference and is_reference(items)):
         items = [items]
     try:
         listed = list(items)

@@ -52,6 +52,11 @@ class FrozenConfig(pydantic.BaseModel):
         """Returns a copy with `values` in place of the fields of those names, validated like a new one."""
         return type(self)(**{**{name: getattr(self, name) for name in type(self).model_fields}, **values})
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Returns a copy; `update` is validated as by `updated`."""
+        copy = super().model_copy(deep=deep)
+        return copy.updated(update) if update else copy
+
 
 def _shown(value: object) -> str:
     text = repr(value)
