@@ -55,11 +55,17 @@ class Model(pydantic.BaseModel):
     _ledger: LedgerPort | None = pydantic.PrivateAttr(default=None)
     _client: openai.AsyncOpenAI | None = pydantic.PrivateAttr(default=None)
 
+    def __init__(self, **values: Any) -> None:
+        # Not left to pydantic alone: it would wrap the error in its own.
+        for part in ("project", "name"):
+            if part in values:
+                validate_part(part, values[part])
+        super().__init__(**values)
+
     @pydantic.field_validator("name", "project")
     @classmethod
     def _is_path_part(cls, value: str, about: pydantic.ValidationInfo) -> str:
-        validate_part(str(about.field_name), value)
-        return value
+        return validate_part(str(about.field_name), value)
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Copies the fields; backend, ledger and client are connections, and stay shared."""

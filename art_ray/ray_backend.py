@@ -26,7 +26,7 @@ from art_ray.ledger.paths import model_dir
 from art_ray.model import Model, TrainableModel
 from art_ray.progress import elapsed
 from art_ray.serving.config import ServingConfig
-from art_ray.serving.engine import Endpoint, EngineSpec
+from art_ray.serving.spec import Endpoint, EngineSpec
 from art_ray.training import checkpoint
 from art_ray.training.config import LoraSettings, TrainerConfig, TrainerSpec
 from art_ray.types import FrozenConfig, TrainConfig
@@ -202,7 +202,7 @@ class RayBackend:
             f"vllm:{name}:0": {"CPU": 1.0} | ({"GPU": float(serving.tensor_parallel)} if gpus else {}),
         }
         require(resources)
-        trainer = Placed(_actor(TrainerActor, resources[f"trainer:{name}"], spec), f"trainer:{name}")
+        trainer = Placed(_actor(TrainerActor, f"trainer:{name}", resources, spec), f"trainer:{name}")
         running = _Running(trainer, [], spec.checkpoints_dir, key=secrets.token_urlsafe(32))
         try:
             await self._fill(running, model, spec, serving, name, resources)
@@ -230,11 +230,11 @@ class RayBackend:
             base_model=spec.base_model,
             name=model.name,
             api_key=running.key,
-            host="127.0.0.1" if len(ray.nodes()) == 1 else None,
-            serving=serving,
             max_lora_rank=spec.lora.r,
+            config=serving,
+            seed=secrets.randbits(31),
         )
-        replica = Placed(_actor(VLLMActor, resources[f"vllm:{name}:0"], engine_spec), f"vllm:{name}:0")
+        replica = Placed(_actor(VLLMActor, f"vllm:{name}:0", resources, engine_spec), f"vllm:{name}:0")
         running.replicas.append(replica)
         start_s = self._deadlines.start_s
         async with elapsed(f"starting trainer and engine of {name}"):
@@ -340,8 +340,9 @@ def _resolved(base_model: str) -> str:
     return _absolute(base_model) if os.path.isdir(base_model) else base_model
 
 
-def _actor(actor: Any, resources: Mapping[str, float], spec: Any) -> Any:
-    return actor.options(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0)).remote(spec)
+def _actor(actor: Any, name: str, resources: Mapping[str, Mapping[str, float]], spec: Any) -> Any:
+    own = resources[name]
+    return actor.options(name=name, num_cpus=own["CPU"], num_gpus=own.get("GPU", 0)).remote(spec)
 
 
 async def _all(*awaitables: Any) -> list[Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import ray
 
-from art_ray.serving.adapter import AdapterVersion
-from art_ray.serving.engine import Endpoint, Engine, EngineSpec, LoadedVersion
+from art_ray.serving.adapter import AdapterVersion, LoadedVersion
+from art_ray.serving.engine import Engine
+from art_ray.serving.spec import Endpoint, EngineSpec
 
 __all__ = ["VLLMActor"]
 
@@ -17,7 +19,10 @@ class VLLMActor:
     """An `Engine`, reached through Ray. It decides nothing; the engine's own processes end with it."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._engine = Engine(spec)
+        # On one machine nobody else has to reach the engine; on several, rollouts run on other nodes.
+        alone = len(ray.nodes()) == 1
+        host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
+        self._engine = Engine(dataclasses.replace(spec, host=host))
 
     async def start(self) -> Endpoint:
         """Starts the engine; returns where its API is once it answers."""

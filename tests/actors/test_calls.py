@@ -84,7 +84,7 @@ async def test_a_timeout_that_the_actor_raised_is_not_taken_for_our_deadline(pat
 
 
 async def test_a_dead_actor_is_an_error_that_names_it(patient):
-    with pytest.raises(ActorError, match="patient on node 127.0.0.1 died; waited for an answer"):
+    with pytest.raises(ActorError, match=r"patient on node 127\.0\.0\.1 died; waited for an answer"):
         await calls.answer(patient.die.remote(), wait_for("die", 30))
 
 
