@@ -115,7 +115,7 @@ async def main(options: argparse.Namespace) -> None:
         if done:
             print(f"going on from step {done} of {options.steps}")
         started = time.monotonic()
-        for batch in art_ray.utils.iterate_dataset(
+        for batch in art_ray.iterate_dataset(
             train_prompts, groups_per_step=options.groups, num_epochs=10_000, initial_step=done, use_tqdm=False
         ):
             if batch.step >= options.steps:

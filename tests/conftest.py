@@ -1,12 +1,11 @@
 """What the tests share: one Ray instance, one small model."""
 
-import importlib.util
 import os
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.small_models import small_real_model
 
 # Before anything imports these: tests reach no hub and send no usage statistics.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,7 +27,4 @@ def ray_instance():
 @pytest.fixture(scope="session")
 def small_model() -> Path:
     """The folder of SmolLM2-135M-Instruct, made once."""
-    spec = importlib.util.spec_from_file_location("small_model", ROOT / "examples" / "small_model.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.prepare()
+    return small_real_model()

@@ -1,0 +1,55 @@
+"""kill -9 of the driver: nothing of ours survives it, and the same script goes on where it stood."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from art_ray.training import checkpoint
+from tests.processes import Marked, python, wait_until
+from tests.small_models import make_tiny_model
+
+DRIVER = Path(__file__).with_name("driver.py")
+STEPS = 4
+
+
+@pytest.mark.timeout(600)
+def test_a_driver_killed_at_any_moment_leaves_nothing_behind_and_resumes(tmp_path):
+    model = make_tiny_model(tmp_path / "model")
+    command = python(str(DRIVER), f"--base-path={tmp_path}/art", f"--base-model={model}", f"--steps={STEPS}")
+    checkpoints = tmp_path / "art" / "tests" / "models" / "driven" / "checkpoints"
+    random.seed(0)
+    moments = ["registering", "registered at step", "training step 2", f"training step {STEPS - 1}"]
+    reached = -1
+    for number, moment in enumerate(moments):
+        driver = Marked(command, tmp_path / f"{number}.log")
+        try:
+            driver.wait_for_output(moment, 180)
+            _let_pass(random.uniform(0, 4) if moment == "registering" else random.uniform(0, 0.5))
+            driver.kill()
+            driver.wait_until_gone(30)
+        finally:
+            driver.end_all()
+        newest = checkpoint.newest_step(checkpoints)
+        if newest is not None:
+            assert newest >= reached
+            reached = newest
+            checkpoint.verify(checkpoints, newest)
+
+    driver = Marked(command, tmp_path / "last.log")
+    try:
+        output = driver.succeed(240)
+        driver.wait_until_gone(30)
+    finally:
+        driver.end_all()
+    assert f"registered at step {reached}" in output
+    assert f"trained step {STEPS} on" in output
+    assert checkpoint.newest_step(checkpoints) == STEPS
+
+
+def _let_pass(seconds: float) -> None:
+    """Waits for a random moment: what is tested here is that no moment is special."""
+    import time
+
+    end = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() >= end, seconds + 1, "a random moment")
