@@ -231,7 +231,7 @@ class RayBackend:
             name=model.name,
             api_key=running.key,
             max_lora_rank=spec.lora.r,
-            config=serving,
+            serving=serving,
             seed=secrets.randbits(31),
         )
         replica = Placed(_actor(VLLMActor, f"vllm:{name}:0", resources, engine_spec), f"vllm:{name}:0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class TrainerActor:
     """
 
     def __init__(self, spec: TrainerSpec) -> None:
-        self._spec = spec
+        self._spec = _with_all_cores(spec)
         # torch keeps its number of threads per calling thread: everything runs on this one.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._trainer: Trainer | None = None
@@ -88,3 +89,13 @@ class TrainerActor:
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _with_all_cores(spec: TrainerSpec) -> TrainerSpec:
+    """Returns `spec` with a number of threads: Ray limits an actor to as many as the CPUs it reserves.
+
+    The trainer computes while the engine idles, so that both may use every core of the node.
+    """
+    if spec.trainer.num_threads is not None:
+        return spec
+    return spec.updated({"trainer": spec.trainer.updated({"num_threads": len(os.sched_getaffinity(0))})})
