@@ -72,10 +72,6 @@ class ServingConfig(FrozenConfig):
     weights: Weights = "auto"
     """"adapter": one LoRA adapter per version, several versions at once. "merged": the adapter is added into the
     weights, one version at a time. "auto": merged on CPU, where sampling with an adapter is slower; adapter on GPU."""
-    in_flight: Literal["finish", "continue"] = "finish"
-    """Merged weights only. "finish": a new version waits until running requests are done, and new requests wait for
-    the new version. "continue": running requests go on across the change, and their answer says which version
-    sampled each token."""
     max_versions: int = pydantic.Field(default=4, ge=2, le=64)
     """Adapter weights only: versions that are held at once (the current one, and those still leased)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -107,6 +103,9 @@ class ServingConfig(FrozenConfig):
     """Seconds for which a named lease keeps its version after it was last used."""
     max_body_mib: float = pydantic.Field(default=32.0, gt=0)
     """Largest request body, in MiB; a larger one is answered with status 413."""
+    show_engine_log: bool = False
+    """Whether what the engine's processes write goes to standard error. Its last lines are kept for errors anyway; the
+    environment variable VLLM_LOGGING_LEVEL says how much it writes."""
     engine_args: dict[str, Any] = {}
     """Further arguments of vLLM's server, by their Python names, such as {"tool_call_parser": "hermes",
     "enable_auto_tool_choice": True}. A name that vLLM does not have is refused when the engine starts."""

@@ -1,0 +1,334 @@
+"""One replica: an engine, the versions it holds, and the front through which clients reach it.
+
+The engine and its server live in a thread with an event loop of its own, so that whoever owns the replica stays
+responsive while vLLM starts, loads and serves. One engine per process: it sets environment variables for its start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from art_ray.errors import ArtRayError, DeadlineError, EngineError, ServingError
+from art_ray.serving.adapter import AdapterVersion, LoadedVersion, digest
+from art_ray.serving.canary import Canary, check_canary, probe
+from art_ray.serving.front import Application, Front, FrontLimits
+from art_ray.serving.gate import VersionGate
+from art_ray.serving.guard import TAG, Guard, processes_of, sweep
+from art_ray.serving.last_words import LastWords
+from art_ray.serving.leases import VersionTable
+from art_ray.serving.spec import Endpoint, EngineSpec
+from art_ray.serving.vllm_server import VLLMServer, bound_socket, environment
+
+__all__ = ["Endpoint", "Engine", "EngineSpec", "LoadedVersion"]
+
+T = TypeVar("T")
+
+
+class Engine:
+    """One vLLM engine with its OpenAI endpoint. All methods are idempotent and may be called from any event loop.
+
+    Args:
+        spec: what to serve; nothing is started yet.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._server = VLLMServer(spec)
+        self._table = VersionTable(spec.name)
+        self._last_words = LastWords(passed_on=spec.serving.show_engine_log)
+        self._guard: Guard | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started: concurrent.futures.Future[Endpoint] = concurrent.futures.Future()
+        self._stopping = False
+        self._canaries: dict[int | None, Canary] = {}
+        """By version; None is the base model."""
+
+    async def start(self) -> Endpoint:
+        """Starts the engine and returns where it is reached. It serves no version until one is loaded.
+
+        Raises:
+            ConfigError: an argument that vLLM does not have or accept.
+            EngineError: the engine cannot start; carries its last words.
+            DeadlineError: it was not ready within `start_timeout_s`.
+        """
+        if self._thread is None:
+            sweep()
+            self._guard = Guard()
+            self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
+            self._thread.start()
+        timeout_s = self._spec.serving.start_timeout_s
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._started)), timeout_s)
+        except TimeoutError:
+            await self.stop()
+            raise DeadlineError(
+                f"the engine for {self._spec.base_model} was not ready within {timeout_s:g} s "
+                f"(ServingConfig.start_timeout_s). Its last words:\n{self._last_words.text()}"
+            ) from None
+
+    async def load(self, adapter: AdapterVersion, *, make_current: bool = True) -> LoadedVersion:
+        """Loads a version, checks it, and lets it answer requests for the bare name from then on.
+
+        Args:
+            adapter: the version; nothing of it stays in memory twice.
+            make_current: False loads it only for requests that name it.
+
+        Raises:
+            ServingError: altered on its way, refused by the engine, or without effect on the canary's answer.
+            DeadlineError: no place became free within `load_timeout_s`.
+            EngineError: the engine is not there; carries its last words.
+        """
+        return await self._in_loop(self._load(adapter, make_current))
+
+    async def pin(self, step: int, holder: str, ttl_s: float | None = None) -> None:
+        """Leases a loaded version to `holder`, so that it stays loaded for `ttl_s` seconds or until `unpin`."""
+        ttl_s = self._spec.serving.pin_ttl_s if ttl_s is None else ttl_s
+
+        async def pinned() -> None:
+            self._table.pin(step, holder, ttl_s)
+
+        await self._in_loop(pinned())
+
+    async def unpin(self, holder: str) -> None:
+        """Ends the leases of `holder`; versions that nobody needs then are unloaded."""
+
+        async def unpinned() -> None:
+            self._table.unpin(holder)
+            await self._unload_idle()
+
+        await self._in_loop(unpinned())
+
+    def status(self) -> dict[str, Any]:
+        """Returns the versions held, requests in flight, and the engine's health. Never waits."""
+        if self._stopping:
+            state = "stopped"
+        elif not self._started.done():
+            state = "starting" if self._thread is not None else "not started"
+        else:
+            state = "failed" if self._failure() is not None else "running"
+        return {
+            "state": state,
+            "failure": self._failure(),
+            "weights": self._server.weights,
+            **self._table.status(),
+            "in_flight": self._table.requests,
+        }
+
+    async def stop(self) -> None:
+        """Ends the engine's processes and removes its files from shared memory."""
+        self._stopping = True
+        loop, thread = self._loop, self._thread
+        if loop is not None and thread is not None and thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop ended meanwhile
+                loop.call_soon_threadsafe(self._stop.set)
+        await asyncio.to_thread(self._end, thread)
+
+    def _end(self, thread: threading.Thread | None) -> None:
+        if thread is not None and self._started.done():
+            thread.join(10.0)
+        if self._guard is not None:
+            self._guard.end()
+        if thread is not None:
+            thread.join(10.0)
+
+    # --- the serving thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._start_engine()
+            asyncio.run(self._serve())
+        except BaseException as error:  # whatever it was, it belongs to the caller of `start`
+            if self._guard is not None:
+                self._guard.end()  # first: the last words are complete once all processes have ended
+            if not self._started.done():
+                self._started.set_exception(self._told(error))
+        finally:
+            if not self._started.done():
+                self._started.set_exception(EngineError("the engine was stopped while it started"))
+
+    def _start_engine(self) -> None:
+        assert self._guard is not None
+        with _environment({**environment(self._spec), TAG: self._guard.run}), self._last_words.redirected():
+            self._server.start_engine()
+
+    async def _serve(self) -> None:
+        import uvicorn
+
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loading = asyncio.Lock()
+        self._gate = VersionGate(self._table, self._spec.serving.max_requests)
+        self._canaries[None] = Canary(await self._server.canary(None), {})
+        sock = bound_socket(self._spec.host)
+        config = uvicorn.Config(
+            self._front(await self._server.application()), log_config=None, access_log=False, lifespan="on", ws="none"
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        while not server.started:
+            if serving.done():
+                raise EngineError("the engine's server ended while it started") from serving.exception()
+            await asyncio.sleep(0.01)
+        self._started.set_result(self._endpoint(sock))
+        await self._stop.wait()
+        server.should_exit = True
+        await asyncio.wait([serving], timeout=1.0)
+        server.force_exit = True  # clients that are still being answered do not hold up the end
+        await asyncio.wait([serving], timeout=5.0)
+        self._server.shut_down()
+
+    def _front(self, app: Application) -> Front:
+        serving = self._spec.serving
+        limits = FrontLimits(
+            body_bytes=int(serving.max_body_mib * 2**20),
+            request_timeout_s=serving.request_timeout_s,
+            pin_ttl_s=serving.pin_ttl_s,
+        )
+        return Front(
+            app,
+            self._gate,
+            engine_model=self._server.engine_model,
+            api_key=self._spec.api_key,
+            limits=limits,
+            failure=self._failure,
+            on_left=self._unload_idle,
+            pins=self._server.weights == "adapter",
+        )
+
+    def _endpoint(self, sock: socket.socket) -> Endpoint:
+        assert self._guard is not None
+        host, port = sock.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        return Endpoint(
+            base_url=f"http://{shown}:{port}/v1",
+            pid=os.getpid(),
+            engine_pids=tuple(processes_of(self._guard.run)),
+            weights=self._server.weights,
+        )
+
+    async def _load(self, adapter: AdapterVersion, make_current: bool) -> LoadedVersion:
+        started = time.monotonic()
+        timeout_s = self._spec.serving.load_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s), self._loading:
+                adapter.check()
+                change = 0.0
+                if adapter.step not in self._table:
+                    change = await self._load_new(adapter)
+                else:
+                    self._table.add(adapter.step, adapter.sha256)  # refuses other contents
+                if make_current:
+                    self._table.make_current(adapter.step)
+                await self._unload_idle()
+        except TimeoutError:
+            raise DeadlineError(
+                f"version {adapter.step} was not loaded within {timeout_s:g} s (ServingConfig.load_timeout_s); "
+                f"versions held and their users: {self._table.status()['versions']}"
+            ) from None
+        return LoadedVersion(
+            adapter.step, self._table.sha256(adapter.step), time.monotonic() - started, canary_change=change
+        )
+
+    async def _load_new(self, adapter: AdapterVersion) -> float:
+        """Loads a version that is not held, under a name of its own; returns how far the canary's answer moved."""
+        assert self._guard is not None
+        await self._gate.until_room(self._spec.serving.max_versions)
+        await self._unload_idle()
+        directory = self._guard.directory / f"version-{adapter.step}"
+        found = await asyncio.to_thread(_written, adapter, directory)
+        if found != adapter.sha256:
+            raise ServingError(f"version {adapter.step} was altered while it was written to {directory}")
+        try:
+            await self._server.add(adapter, directory)
+            canary = Canary(await self._server.canary(adapter.step), await asyncio.to_thread(probe, adapter))
+            previous = self._canaries.get(self._table.current)
+            base = self._canaries[None]
+            check_canary(adapter.step, canary, base, previous, self._server.float_bits)
+        except BaseException:
+            await self._server.remove(adapter.step)
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self._canaries[adapter.step] = canary
+        self._table.add(adapter.step, found)
+        return canary.change_from(previous or base)
+
+    async def _unload_idle(self) -> None:
+        """Unloads every version that is neither current nor used."""
+        for step in self._table.removable():
+            self._table.remove(step)  # first: from here on nobody can ask for it
+            self._canaries.pop(step, None)
+            await self._server.remove(step)
+            if self._guard is not None:
+                shutil.rmtree(self._guard.directory / f"version-{step}", ignore_errors=True)
+
+    # --- both sides ---------------------------------------------------------------------------------------------
+
+    def _failure(self) -> str | None:
+        ended = self._server.failure()
+        return None if ended is None else f"{ended}\n{self._last_words.text(timeout_s=0.0)}"
+
+    def _told(self, error: BaseException) -> Exception:
+        if isinstance(error, ArtRayError):
+            return error
+        words = self._last_words.text()
+        return EngineError(
+            f"the engine for {self._spec.base_model} could not start: {type(error).__name__}: {error}"
+            + (f"\nIts last words:\n{words}" if words else "")
+        )
+
+    async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work` in the serving thread and returns its result."""
+        if self._loop is None or self._stopping or not self._started.done():
+            work.close()
+            raise EngineError(f"the engine of {self._spec.name!r} is {self.status()['state']}; start it first")
+        if (failure := self._failure()) is not None:
+            work.close()
+            raise EngineError(f"the engine of {self._spec.name!r} died. Its last words:\n{failure}")
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        except ArtRayError:
+            raise
+        except Exception as error:
+            failure = self._failure()
+            raise EngineError(
+                f"the engine of {self._spec.name!r} failed: {type(error).__name__}: {error}"
+                + (f"\nIts last words:\n{failure}" if failure else "")
+            ) from error
+
+
+def _written(adapter: AdapterVersion, directory: Path) -> str:
+    """Writes the adapter's files and returns the hash of what can be read back."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True, mode=0o700)
+    for name, content in adapter.files.items():
+        (directory / name).write_bytes(content)
+    return digest({name: (directory / name).read_bytes() for name in adapter.files})
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str | None]) -> Iterator[None]:
+    """Sets environment variables for the block; None unsets one."""
+    before = {name: os.environ.get(name) for name in values}
+
+    def apply(wanted: dict[str, str | None]) -> None:
+        for name, value in wanted.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    apply(values)
+    try:
+        yield
+    finally:
+        apply(before)

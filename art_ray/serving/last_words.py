@@ -1,0 +1,73 @@
+"""Keeps the last lines that the engine's processes wrote, so that a failure can be told in their own words."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["LastWords"]
+
+
+class LastWords:
+    """Reads what processes started within `redirected` write to standard output and error.
+
+    The last lines are kept.
+
+    Args:
+        passed_on: whether every line also goes to this process's own standard error.
+        lines: how many are kept.
+    """
+
+    def __init__(self, passed_on: bool = False, lines: int = 200) -> None:
+        self._passed_on = passed_on
+        self._lines: deque[str] = deque(maxlen=lines)
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def redirected(self) -> Iterator[None]:
+        """Points standard output and error at the reader; whoever is started meanwhile keeps it for life."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        reading, writing = os.pipe()
+        own_output, own_error = os.dup(1), os.dup(2)
+        self._thread = threading.Thread(
+            target=self._read, args=(reading, own_error), name="engine-last-words", daemon=True
+        )
+        self._thread.start()
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        os.close(writing)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(own_output, 1)
+            os.dup2(own_error, 2)
+            os.close(own_output)
+
+    def text(self, timeout_s: float = 2.0) -> str:
+        """Returns the lines that tell why the engine ended, once its processes have closed their output."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        lines = [line for line in self._lines if line.strip()]
+        return "\n".join(_reason(lines))
+
+    def _read(self, reading: int, own_error: int) -> None:
+        with os.fdopen(reading, "r", errors="replace") as stream, os.fdopen(own_error, "w") as error:
+            for line in stream:
+                self._lines.append(line.rstrip("\n"))
+                if self._passed_on:
+                    error.write(line)
+                    error.flush()
+
+
+def _reason(lines: list[str]) -> list[str]:
+    """Returns the part from the first traceback on, or the last lines; at most 60 of them, the end always."""
+    first = next((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), None)
+    part = lines[first:] if first is not None else lines[-20:]
+    return part if len(part) <= 60 else [*part[:20], "…", *part[-40:]]

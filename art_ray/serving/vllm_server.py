@@ -1,0 +1,290 @@
+"""vLLM itself: its engine, and its own OpenAI application behind our front. The only module that imports vLLM.
+
+Everything here runs in the serving thread's event loop. vLLM is imported on the first call, after `environment` was
+applied: it reads its environment variables on import.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from art_ray.errors import ConfigError, EngineError, ServingError
+from art_ray.serving.adapter import AdapterVersion
+from art_ray.serving.front import Application
+from art_ray.serving.spec import EngineSpec
+from art_ray.types import nearest
+
+__all__ = ["VLLMServer", "environment"]
+
+_GIB = 2**30
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_CANARY_TOKENS = 32
+
+
+def environment(spec: EngineSpec) -> dict[str, str | None]:
+    """Returns the environment variables that vLLM and its processes need; None means unset."""
+    return {
+        # One node: the engine's processes talk over loopback or through files, whatever interfaces there are.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOOPBACK_IP": "127.0.0.1",
+        # A forked engine would inherit this process's sockets and threads.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_SERVER_DEV_MODE": None,
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": None,
+        "VLLM_LORA_RESOLVER_CACHE_DIR": None,
+        "VLLM_API_KEY": None,
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(spec.serving.start_timeout_s) + 1),
+        # By default vLLM keeps a core for its front, which is half of a machine of two.
+        "VLLM_CPU_OMP_THREADS_BIND": spec.serving.cpu_cores or _all_cores(spec.serving.tensor_parallel),
+        # Process titles are written over the environment otherwise, by which a run's processes are found.
+        "SPT_NOENV": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _all_cores(workers: int) -> str:
+    """Returns this process's cores, one list per worker, in vLLM's notation."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // workers)
+    lists = [cores[i * share : (i + 1) * share] or cores[-1:] for i in range(workers)]
+    return "|".join(",".join(map(str, part)) for part in lists)
+
+
+class VLLMServer:
+    """One vLLM engine. It knows adapters by name; which of them may be asked for is decided elsewhere.
+
+    Args:
+        spec: what to serve.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._engine: Any = None
+        self._models: Any = None
+        self._requests: dict[int, Any] = {}
+        """LoRA requests by step."""
+        self._ids = itertools.count(1)
+        self._canaries = itertools.count()
+        self.weights: str = ""
+        """How versions are served: "adapter" or "merged"; known after `start_engine`."""
+        self.device: str = ""
+
+    def start_engine(self) -> None:
+        """Starts the engine's processes; blocks until they are ready.
+
+        Raises:
+            ConfigError: an engine argument that vLLM does not have or does not accept.
+        """
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.device = current_platform.device_type
+        self.weights = self._spec.serving.weights_on(self.device)
+        self._args = _parsed_arguments(self._arguments())
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(self._args))
+
+    async def application(self) -> Application:
+        """Returns vLLM's OpenAI application on the started engine."""
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+
+        tasks = await self._engine.get_supported_tasks()
+        if "generate" not in tasks:
+            raise ConfigError(f"{self._spec.base_model} generates no text; it supports {sorted(tasks)}")
+        app = build_app(self._args, tasks, self._engine.model_config)
+        await init_app_state(self._engine, app.state, self._args, tasks)
+        # vLLM ends its server when the engine dies; ours stays, to say why.
+        app.state.server = SimpleNamespace(should_exit=False)
+        self._models = app.state.openai_serving_models
+        application: Application = app
+        return application
+
+    def engine_model(self, step: int) -> str:
+        """Returns the name under which vLLM knows a loaded version."""
+        return f"{self._spec.name}@{step}" if self.weights == "adapter" else self._spec.name
+
+    async def add(self, adapter: AdapterVersion, directory: Path) -> None:
+        """Loads an adapter that lies in `directory`, under a name that was never used before.
+
+        Raises:
+            ServingError: vLLM refuses it; in its words.
+        """
+        from vllm.lora.request import LoRARequest
+
+        name = self.engine_model(adapter.step)
+        request = LoRARequest(lora_name=name, lora_int_id=next(self._ids), lora_path=str(directory))
+        try:
+            added = await self._engine.add_lora(request)
+        except Exception as error:
+            raise ServingError(f"{name} cannot be loaded: {_first_line(error)}") from error
+        if not added:
+            raise ServingError(f"{name} cannot be loaded: the engine did not take it")
+        self._requests[adapter.step] = request
+        self._models.lora_requests[name] = request
+
+    async def remove(self, step: int) -> None:
+        """Unloads an adapter; no effect where it is not loaded."""
+        request = self._requests.pop(step, None)
+        if request is not None:
+            self._models.lora_requests.pop(request.lora_name, None)
+            await self._engine.remove_lora(request.lora_int_id)
+
+    async def canary(self, step: int | None) -> list[float]:
+        """Returns the log-probabilities of a fixed prompt under a loaded adapter, or under the engine's own weights."""
+        from vllm import SamplingParams
+
+        vocabulary = self._engine.model_config.get_vocab_size()
+        count = min(_CANARY_TOKENS, self._engine.model_config.max_model_len - 1)
+        token_ids = [(7919 * i + 13) % vocabulary for i in range(count)]
+        final = None
+        async for output in self._engine.generate(
+            {"prompt_token_ids": token_ids},
+            SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False),
+            f"canary-{next(self._canaries)}",
+            lora_request=None if step is None else self._requests[step],
+        ):
+            final = output
+        assert final is not None
+        rows = final.prompt_logprobs[1:]
+        return [row[token_id].logprob for row, token_id in zip(rows, token_ids[1:], strict=True)]
+
+    @property
+    def float_bits(self) -> int:
+        """Bits of the mantissa of the engine's arithmetic."""
+        return {"float32": 23, "float16": 10, "bfloat16": 7}.get(
+            str(self._engine.model_config.dtype).removeprefix("torch."), 7
+        )
+
+    def failure(self) -> str | None:
+        """Returns how the engine's processes ended, or None while they live."""
+        if self._engine is None or not self._engine.errored:
+            return None
+        manager = self._engine.engine_core.resources.engine_manager
+        ended: dict[str, int] = manager.finished_procs() if manager else {}
+        return "; ".join(f"{name} ended {_exit(code)}" for name, code in ended.items()) or "the engine stopped"
+
+    def shut_down(self) -> None:
+        """Asks the engine's processes to end."""
+        if self._engine is not None:
+            self._engine.shutdown(timeout=5)
+
+    def _arguments(self) -> dict[str, Any]:
+        spec, serving = self._spec, self._spec.serving
+        kv_cache_gib = serving.kv_cache_gib or (1.0 if self.device == "cpu" else None)
+        arguments: dict[str, Any] = {
+            "model": spec.base_model,
+            # Under this name the bare base model would answer: no client can ask for it, the front sees to that.
+            "served_model_name": [spec.name if self.weights == "merged" else "(the base model)"],
+            "dtype": serving.dtype,
+            "seed": spec.seed,
+            "tensor_parallel_size": serving.tensor_parallel,
+            "max_num_seqs": serving.max_num_seqs,
+            "gpu_memory_utilization": serving.gpu_memory_utilization,
+            "enforce_eager": not serving.compile,
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+            "disable_log_stats": True,
+            "enable_log_requests": False,
+            "disable_fastapi_docs": True,
+            "max_logprobs": 20,
+        }
+        if serving.max_model_len is not None:
+            arguments["max_model_len"] = serving.max_model_len
+        if kv_cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * _GIB)
+        if self.weights == "adapter":
+            arguments |= {
+                "enable_lora": True,
+                "max_lora_rank": next((rank for rank in _LORA_RANKS if rank >= spec.max_lora_rank), spec.max_lora_rank),
+                "max_loras": serving.max_versions,
+                "max_cpu_loras": serving.max_versions,
+            }
+        return arguments | serving.engine_args
+
+
+def _parsed_arguments(arguments: dict[str, Any]) -> Any:
+    """Returns vLLM's own namespace of server arguments, each checked by vLLM's own parser."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):
+        def error(self, message: str) -> Any:
+            raise ConfigError(f"vLLM refuses its arguments: {message}")
+
+    parser = make_arg_parser(Parser())
+    known = set(vars(parser.parse_args([])))
+    line: list[str] = []
+    for name, value in arguments.items():
+        key = name.lstrip("-").replace("-", "_")
+        if key not in known:
+            raise ConfigError(f"engine_args: vLLM has no argument {name!r}{nearest(key, sorted(known))}")
+        line += _option(key, value)
+    args = parser.parse_args(line)
+    try:
+        validate_parsed_serve_args(args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"vLLM refuses its arguments: {error}") from error
+    return args
+
+
+def _option(key: str, value: Any) -> list[str]:
+    flag = "--" + key.replace("_", "-")
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag] if value else ["--no-" + flag[2:]]
+    if isinstance(value, dict):
+        return [f"{flag}={json.dumps(value)}"]
+    if isinstance(value, (list, tuple)):
+        return [flag, *map(str, value)]
+    return [f"{flag}={value}"]
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:500]
+
+
+def _exit(code: int) -> str:
+    if code >= 0:
+        return f"with exit code {code}"
+    hint = " (out of memory?)" if code == -9 else ""
+    return f"by signal {-code}{hint}"
+
+
+def bound_socket(host: str | None) -> socket.socket:
+    """Returns a socket that listens on a free port of `host`; None: the address by which others reach this machine.
+
+    Raises:
+        EngineError: the address cannot be bound.
+    """
+    address = host if host is not None else _own_address()
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.bind((address, 0))
+    except OSError as error:
+        sock.close()
+        raise EngineError(f"the engine cannot listen on {address}: {error}") from error
+    return sock
+
+
+def _own_address() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it makes the kernel choose an address
+        except OSError:
+            return "127.0.0.1"
+        address: str = probe.getsockname()[0]
+        return address
