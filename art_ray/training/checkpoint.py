@@ -4,7 +4,7 @@
 
     adapter_model.safetensors, adapter_config.json    the adapter, as PEFT writes and reads it
     optimizer.safetensors                             AdamW's moments and step counts
-    random_state.safetensors, random_state.json       torch's and Python's generators
+    random_state.json                                 the seed that all randomness follows from, with the counters
     manifest.json                                     written last: format, step, base model, metrics, every file's hash
 
 A directory is written under a temporary name, flushed to disk, and renamed into place: who sees the name sees all of

@@ -1,0 +1,127 @@
+"""Log-probabilities of chosen tokens without the [tokens, vocabulary] matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Head", "chunked_logprobs"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer, never trained: logits = cap * tanh(scale * (hidden @ weight.T + bias) / cap)."""
+
+    weight: Tensor
+    """[V, H]"""
+    bias: Tensor | None = None
+    """[V]"""
+    scale: float = 1.0
+    softcap: float | None = None
+    """None: no cap."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of `hidden` [N, H] as float32 [N, V]."""
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """Returns the gradient of `hidden` [N, H] from that of its logits [N, V]; may write into `grad`."""
+        if self.softcap is not None:
+            grad = grad * (1 - (logits / self.softcap) ** 2)
+        if self.scale != 1.0:
+            grad = grad * self.scale
+        return grad.to(self.weight.dtype) @ self.weight
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Forward keeps one log-sum-exp per row; backward computes each chunk's logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [N, H]
+        temperatures: Tensor,  # [N]
+        rows: Tensor,  # [K], rising
+        tokens: Tensor,  # [K]
+        head: Head,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor]:
+        bounds = _bounds(rows, len(hidden), chunk_tokens)
+        logprobs = hidden.new_empty(len(rows), dtype=torch.float32)
+        log_normalizers = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropies = hidden.new_empty(len(hidden), dtype=torch.float32)
+        for start, end, first, last in bounds:
+            logits = head.logits(hidden[start:end]).div_(temperatures[start:end, None])
+            log_normalizer = torch.logsumexp(logits, dim=-1)
+            picked = logits[rows[first:last] - start, tokens[first:last]]
+            logprobs[first:last] = picked - log_normalizer[rows[first:last] - start]
+            log_normalizers[start:end] = log_normalizer
+            # H = log Z - sum p * logit
+            probabilities = torch.exp(logits - log_normalizer[:, None])
+            entropies[start:end] = log_normalizer - torch.linalg.vecdot(probabilities, logits)
+        ctx.save_for_backward(hidden, temperatures, rows, tokens, log_normalizers)
+        ctx.head, ctx.bounds = head, bounds
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        hidden, temperatures, rows, tokens, log_normalizers = ctx.saved_tensors
+        grad_logprobs: Tensor = grads[0]
+        grad_hidden = torch.empty_like(hidden)
+        # Each row's log-normalizer enters the log-probability of every target of the row.
+        row_grads = grad_logprobs.new_zeros(len(hidden)).index_add_(0, rows, grad_logprobs)
+        for start, end, first, last in ctx.bounds:
+            raw = ctx.head.logits(hidden[start:end])
+            scaled = raw / temperatures[start:end, None]
+            # d logprob / d logit = 1[target] - p
+            grad = torch.exp_(scaled.sub_(log_normalizers[start:end, None])).mul_(-row_grads[start:end, None])
+            grad.index_put_((rows[first:last] - start, tokens[first:last]), grad_logprobs[first:last], accumulate=True)
+            grad_hidden[start:end] = ctx.head.backward(grad.div_(temperatures[start:end, None]), raw)
+        return grad_hidden, None, None, None, None, None
+
+
+def _bounds(rows: Tensor, num_rows: int, chunk_tokens: int) -> list[tuple[int, int, int, int]]:
+    """(first row, end row, first target, end target) of each chunk."""
+    starts = list(range(0, num_rows, chunk_tokens))
+    edges = torch.tensor([*starts, num_rows], device=rows.device, dtype=rows.dtype)
+    cuts = torch.searchsorted(rows, edges).tolist()
+    return [(start, min(start + chunk_tokens, num_rows), cuts[i], cuts[i + 1]) for i, start in enumerate(starts)]
+
+
+def chunked_logprobs(
+    hidden: Tensor, sources: Tensor, temperatures: Tensor, targets: Tensor, head: Head, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Returns log softmax(logits / temperature)[target] for K targets, and the mean entropy seen by each.
+
+    Logits exist for `chunk_tokens` positions at a time, in the forward and again in the backward pass. Targets that
+    share a source and a temperature share its logits.
+
+    Args:
+        hidden: [T, H], output of the last layer.
+        sources: int64 [K], rising: the row of `hidden` that predicts each target.
+        temperatures: float32 [K], divisors of the logits.
+        targets: int64 [K], tokens.
+        head: the output layer.
+        chunk_tokens: how many positions at a time.
+
+    Returns:
+        float32 [K] log-probabilities, with a gradient to `hidden`; float32 [K] entropies, without.
+    """
+    if len(sources) == 0:
+        return hidden.sum(dtype=torch.float32) * temperatures, temperatures.clone()
+    changes = torch.ones_like(sources, dtype=torch.bool)
+    changes[1:] = (sources[1:] != sources[:-1]) | (temperatures[1:] != temperatures[:-1])
+    rows = torch.cumsum(changes, 0) - 1  # [K], into the unique (source, temperature) pairs
+    logprobs, entropies = _ChunkedLogprobs.apply(
+        hidden[sources[changes]], temperatures[changes], rows, targets, head, chunk_tokens
+    )
+    return logprobs, entropies[rows]
