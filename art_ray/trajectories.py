@@ -7,7 +7,7 @@ import inspect
 import math
 import time
 import traceback as traceback_module
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self, TypeAlias
@@ -29,6 +29,7 @@ __all__ = [
     "TrajectoryGroup",
     "as_groups",
     "as_number",
+    "has_spread",
     "messages_of",
 ]
 
@@ -61,6 +62,18 @@ def as_number(value: object) -> Any:
         item = getattr(value, "item", None)
         return item() if callable(item) else value
     return value
+
+
+def has_spread(rewards: Sequence[float]) -> bool:
+    """Returns whether finite rewards differ by more than residue of floating point.
+
+    They do where their population standard deviation is above 1e-9 of the largest magnitude among them.
+    """
+    if len(rewards) < 2:
+        return False
+    mean = math.fsum(rewards) / len(rewards)
+    deviation = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))
+    return deviation > 1e-9 * max(map(abs, rewards))
 
 
 Number: TypeAlias = Annotated[float | int | bool, pydantic.BeforeValidator(as_number)]

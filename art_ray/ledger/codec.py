@@ -1,0 +1,142 @@
+"""Values as JSON, without loss: what JSON has no word for is tagged, and what cannot come back equal is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable
+from datetime import date, datetime
+from decimal import Decimal
+from pathlib import PurePath, PurePosixPath
+from typing import Any
+from uuid import UUID
+
+from art_ray.trajectories import as_number
+
+__all__ = ["decoded", "encoded", "is_encodable_text", "json_text", "readable"]
+
+TAG = "$t"
+MAX_DEPTH = 100
+"""Nesting beyond this is refused: readers of JSON give up at a few hundred levels, and a cycle never ends."""
+MAX_INT_BITS = 10_000
+"""Longer integers are tagged: Python refuses to read them as decimal digits."""
+
+# Types that JSON has no word for and that have one canonical text. The name on the left is in the files: keep it.
+_BY_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
+    "bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "decimal": (Decimal, str, Decimal),
+    "uuid": (UUID, str, UUID),
+    "path": (PurePath, lambda value: value.as_posix(), PurePosixPath),
+}
+_BY_LIST: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "tuple": (tuple, tuple),
+    "set": (set, set),
+    "frozenset": (frozenset, frozenset),
+}
+
+
+def encoded(value: Any, where: str, depth: int = 0) -> Any:
+    """Returns `value` as plain JSON types; `decoded` gives back an equal value.
+
+    numpy and torch scalars become the number they hold, arrays and tensors nested lists.
+
+    Raises:
+        TypeError: a value of a type that could not be read back; `where` says which it is.
+    """
+    kind = type(value)
+    if kind is str or kind is bool or value is None:
+        return value
+    if kind is int:
+        return value if value.bit_length() <= MAX_INT_BITS else {TAG: "int", "v": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+    if depth > MAX_DEPTH:
+        raise TypeError(f"{where} is nested more than {MAX_DEPTH} levels deep, or contains itself")
+    if kind is list:
+        return [encoded(item, where, depth + 1) for item in value]
+    if isinstance(value, dict):
+        if TAG not in value and all(type(key) is str for key in value):
+            return {key: encoded(item, f"{where}[{key!r:.40}]", depth + 1) for key, item in value.items()}
+        pairs = [[encoded(key, where, depth + 1), encoded(item, where, depth + 1)] for key, item in value.items()]
+        return {TAG: "dict", "v": pairs}
+    return _encoded_other(value, where, depth)
+
+
+def _encoded_other(value: Any, where: str, depth: int) -> Any:
+    for tag, (kind, _) in _BY_LIST.items():
+        if isinstance(value, kind):
+            return {TAG: tag, "v": [encoded(item, where, depth + 1) for item in value]}
+    for tag, (kind, to_text, _) in _BY_TEXT.items():
+        if isinstance(value, kind):
+            return {TAG: tag, "v": to_text(value)}
+    # Subclasses of plain types (enumerations, numpy.float64) are equal to the plain value.
+    if isinstance(value, str):
+        return str.__str__(value)
+    for plain in (int, float, list):
+        if isinstance(value, plain):
+            return encoded(plain(value), where, depth)  # type: ignore[arg-type]
+    number = as_number(value)
+    if number is not value:
+        return encoded(number, where, depth)
+    if callable(getattr(value, "tolist", None)):
+        return encoded(value.tolist(), where, depth + 1)
+    raise TypeError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could not be read back: "
+        "log text, numbers, lists and dicts of them (a pydantic model: its .model_dump())"
+    )
+
+
+def decoded(value: Any) -> Any:
+    """Returns the value that `encoded` was given."""
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get(TAG)
+    if tag is None:
+        return {key: decoded(item) for key, item in value.items()}
+    content = value["v"]
+    if tag == "dict":
+        return {decoded(key): decoded(item) for key, item in content}
+    if tag == "float":
+        return float(content)
+    if tag == "int":
+        return int(content, 16)
+    if tag in _BY_LIST:
+        return _BY_LIST[tag][1](decoded(item) for item in content)
+    return _BY_TEXT[tag][2](content)
+
+
+def readable(value: Any) -> Any:
+    """Returns an encoded value as any JSON reader would like to see it; differs from `value` where a tag is in it."""
+    if isinstance(value, list):
+        return [readable(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get(TAG)
+    if tag is None:
+        return {key: readable(item) for key, item in value.items()}
+    if tag == "dict":
+        return {str(readable(key)): readable(item) for key, item in value["v"]}
+    if tag == "float":
+        return None
+    return readable(value["v"])
+
+
+def json_text(value: Any) -> str:
+    """Returns JSON in ASCII, which holds any text, lone surrogates included."""
+    return json.dumps(value, allow_nan=False, separators=(", ", ": "))
+
+
+def is_encodable_text(text: str) -> bool:
+    """Returns whether `text` can be stored as UTF-8; a lone surrogate cannot."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

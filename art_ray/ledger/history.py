@@ -1,0 +1,234 @@
+"""The history of a model: one JSON line per log call, read as a stream and never trusted to be whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pydantic_core
+
+from art_ray.ledger.files import append_line, explained, locked, make_dirs
+
+if TYPE_CHECKING:
+    import polars
+
+__all__ = ["History", "StepMeans"]
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 4 << 20
+RELATIVE_TIE = 1e-12
+"""Means closer than this share of their size are equal: they differ by the rounding of their sums."""
+
+
+@dataclass(frozen=True)
+class StepMeans:
+    """The mean of one metric at each step that has it, in the order of steps."""
+
+    steps: np.ndarray
+    """[S] int64, ascending."""
+    means: np.ndarray
+    """[S] float64, all finite."""
+
+
+class History:
+    """The lines of a `history.jsonl`.
+
+    Reading is a stream in bounded memory. A line that is no JSON object (a torn last line, most often) is skipped,
+    counted in `num_skipped`, and reported; lines may hold any keys, and any numbers, anywhere.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.num_skipped = 0
+        """Unreadable lines that the latest complete pass over the file met."""
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Writes `line` to disk, whole, whatever other processes write at the same moment.
+
+        Raises:
+            LedgerWriteError: it could not be written; what was there before is unharmed.
+            ValueError: it contains a NaN or an infinity, which JSON has no word for.
+        """
+        with explained(f"writing {self.path}"):
+            make_dirs(self.path.parent)
+            with locked(self.path.parent):
+                append_line(self.path, json.dumps(line, allow_nan=False).encode())
+
+    def size_bytes(self) -> int:
+        """Returns the size of the file; 0 where there is none."""
+        try:
+            return self.path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def has_line(self, line: bytes, from_byte: int) -> bool:
+        """Returns whether exactly `line` (without its end) was appended at or after `from_byte`."""
+        return any(line == candidate for candidate, _ in self.lines(from_byte))
+
+    def lines(self, from_byte: int = 0) -> Iterator[tuple[bytes, int]]:
+        """Yields each complete line without its end, and the offset of the byte after it.
+
+        A last line without an end may still be being written: it is not yielded.
+        """
+        for chunk, offset in self._chunks(from_byte):
+            for line in chunk.splitlines(keepends=True):
+                offset += len(line)
+                if line.endswith(b"\n"):
+                    yield line[:-1], offset
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yields each line as a dict, in order."""
+        yield from self._parsed(None)
+
+    def column(self, metric: str) -> Iterator[tuple[int, float]]:
+        """Yields (step, value) for each line that has a finite value of `metric`, in order."""
+        for row in self._parsed(metric):
+            value, step = row.get(metric), row.get("step")
+            if isinstance(value, (int, float)) and isinstance(step, (int, float)):
+                number = _finite(value)
+                if number is not None and math.isfinite(step):
+                    yield int(step), number
+
+    def step_means(self, metric: str) -> StepMeans:
+        """Returns the mean of `metric` at each step that has a finite value of it.
+
+        Memory: 24 bytes per distinct step, whatever the number of lines.
+        """
+        steps, sums, counts = np.empty(0, np.int64), np.empty(0), np.empty(0)
+        batch: list[tuple[int, float]] = []
+
+        def merged() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            fresh_steps = np.fromiter((step for step, _ in batch), np.int64, len(batch))
+            fresh_values = np.fromiter((value for _, value in batch), np.float64, len(batch))
+            unique, where = np.unique(np.concatenate([steps, fresh_steps]), return_inverse=True)
+            weights = np.concatenate([sums, fresh_values]), np.concatenate([counts, np.ones(len(batch))])
+            return unique, *(np.bincount(where, weight, len(unique)) for weight in weights)  # type: ignore[return-value]
+
+        for pair in self.column(metric):
+            batch.append(pair)
+            if len(batch) >= 100_000:
+                steps, sums, counts = merged()
+                batch.clear()
+        steps, sums, counts = merged()
+        return StepMeans(steps, sums / counts)
+
+    def best_step(self, metric: str, mode: Literal["max", "min"] = "max") -> int | None:
+        """Returns the step with the best mean of `metric`; a tie goes to the higher step.
+
+        None where no line has a finite value of it.
+        """
+        if mode not in ("max", "min"):
+            raise ValueError(f"mode is 'max' or 'min', got {mode!r}")
+        found = self.step_means(metric)
+        if not len(found.steps):
+            return None
+        values = found.means if mode == "max" else -found.means
+        best = values.max()
+        return int(found.steps[values >= best - abs(best) * RELATIVE_TIE].max())
+
+    def metrics(self) -> list[str]:
+        """Returns the names of all metrics that any line has, sorted."""
+        names: set[str] = set()
+        for row in self.rows():
+            names.update(row)
+        return sorted(names - {"step", "recorded_at"})
+
+    def frame(self) -> polars.DataFrame:
+        """Returns one row per line, with a column for every key that any line has; absent values are null.
+
+        `step` is Int64, metrics are Float64, and whatever is no number anywhere makes its column String.
+        """
+        import polars
+
+        columns: dict[str, list[Any]] = {"step": [], "recorded_at": []}
+        num_rows = 0
+        for row in self.rows():
+            for key, value in row.items():
+                column = columns.setdefault(key, [])
+                column.extend([None] * (num_rows - len(column)))
+                column.append(value)
+            num_rows += 1
+        series = []
+        for key, column in columns.items():
+            column.extend([None] * (num_rows - len(column)))
+            series.append(_series(polars, key, column))
+        return polars.DataFrame(series)
+
+    def _chunks(self, from_byte: int = 0) -> Iterator[tuple[bytes, int]]:
+        """Yields pieces of the file that end with a line (but for a torn last one), and where each starts."""
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(from_byte)
+            while chunk := file.read(CHUNK_BYTES):
+                chunk += file.readline()
+                yield chunk, from_byte
+                from_byte += len(chunk)
+
+    def _parsed(self, needed: str | None) -> Iterator[dict[str, Any]]:
+        """Yields lines as dicts; with `needed`, perhaps only those lines that have this key."""
+        key = json.dumps(needed)[1:-1].encode() if needed is not None else b""
+        skipped = 0
+        for chunk, _ in self._chunks():
+            # A key that JSON escapes could be spelled in several ways: every line is then parsed.
+            exact = needed is not None and needed.isascii() and b"\\" not in key
+            lines = [line for line in chunk.split(b"\n") if line and (not exact or key in line)]
+            rows = _rows_at_once(lines)
+            if rows is None:
+                rows = [row for line in lines if (row := _row(line)) is not None]
+            skipped += len(lines) - len(rows)
+            yield from rows
+        if skipped:
+            logger.warning("%s: skipped %d line(s) that are no JSON object (torn by a crash?)", self.path, skipped)
+        self.num_skipped = skipped
+
+
+def _rows_at_once(lines: list[bytes]) -> list[dict[str, Any]] | None:
+    """Returns all lines parsed in one call, or None where one of them is unusual."""
+    try:
+        rows = pydantic_core.from_json(b"[" + b",".join(lines) + b"]")
+    except ValueError:
+        return None
+    # Two objects on one line, or a line that is no object, would be counted wrongly here.
+    return rows if len(rows) == len(lines) and all(type(row) is dict for row in rows) else None
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _finite(value: float) -> float | None:
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond the range of a double
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _series(polars: Any, key: str, column: list[Any]) -> polars.Series:
+    if key != "recorded_at" and all(value is None or isinstance(value, (bool, int, float)) for value in column):
+        if key == "step" and all(value is None or float(value).is_integer() for value in column):
+            return polars.Series(key, [None if v is None else int(v) for v in column], dtype=polars.Int64)
+        return polars.Series(key, [None if v is None else _number(v) for v in column], dtype=polars.Float64)
+    texts = [v if v is None or isinstance(v, str) else json.dumps(v) for v in column]
+    return polars.Series(key, texts, dtype=polars.String)
+
+
+def _number(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
