@@ -200,12 +200,11 @@ async def _together(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Returns all results in order. On the first error, or when cancelled, cancels the rest and sees them end."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
-        return await asyncio.gather(*tasks)
+        # Without the shield each cancellation of this would reach every task, the later ones in their clean-up.
+        return await asyncio.shield(asyncio.gather(*tasks))
     finally:
         for task in tasks:
-            # A cancelled gather has cancelled its tasks already; a second time would interrupt their own clean-up.
-            if not task.done() and not task.cancelling():
-                task.cancel()
+            task.cancel()
         await _ended(tasks)
 
 
