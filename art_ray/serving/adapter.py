@@ -10,7 +10,7 @@ from typing import Any
 
 from art_ray.errors import ServingError
 
-__all__ = ["ADAPTER_FILES", "AdapterVersion", "LoadedVersion"]
+__all__ = ["ADAPTER_FILES", "AdapterVersion", "LoadedVersion", "digest", "lora_pairs", "lora_scale"]
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What PEFT writes for an adapter; both are needed."""
@@ -77,6 +77,37 @@ class LoadedVersion:
     """From the call to the answer."""
     canary_change: float
     """Largest change of the canary prompt's log-probabilities from the version before; 0.0 where nothing changed."""
+
+
+def lora_scale(config: dict[str, Any]) -> float:
+    """Returns the factor before B A: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
+    rank: int = config["r"]
+    return float(config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank))
+
+
+def lora_pairs(adapter: AdapterVersion) -> dict[str, tuple[Any, Any]]:
+    """Returns (A [r, in], B [out, r]) as torch tensors, by the name of the adapted module.
+
+    Raises:
+        ServingError: the file is no adapter.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors = load(adapter.files["adapter_model.safetensors"])
+    except SafetensorError as error:
+        raise ServingError(f"version {adapter.step}: adapter_model.safetensors cannot be read: {error}") from error
+    pairs = {}
+    for name in tensors:
+        if ".lora_A." in name:
+            partner = name.replace(".lora_A.", ".lora_B.")
+            if partner not in tensors:
+                raise ServingError(f"version {adapter.step}: {name} has no lora_B beside it")
+            pairs[name.split(".lora_A.")[0]] = (tensors[name], tensors[partner])
+    if not pairs:
+        raise ServingError(f"version {adapter.step} adapts no module: its file holds {sorted(tensors)[:5]}")
+    return pairs
 
 
 def digest(files: dict[str, bytes]) -> str:

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from art_ray.errors import ServingError
-from art_ray.serving.adapter import AdapterVersion
+from art_ray.serving.adapter import AdapterVersion, lora_pairs, lora_scale
 
 __all__ = ["Canary", "check_canary", "probe"]
 
 _TYPICAL_WEIGHT = 0.02
 """Root mean square of a transformer's weights, for comparison with an adapter's effect; the magnitude is enough."""
+
+_ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Relative spacing of the numbers of each type."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Canary:
         return moved
 
 
-def check_canary(step: int, canary: Canary, base: Canary, previous: Canary | None, float_bits: int) -> None:
+def check_canary(step: int, canary: Canary, base: Canary, previous: Canary | None, dtype: str) -> None:
     """Raises `ServingError` where the answer did not move although the weights did by more than rounding hides.
 
     Args:
@@ -52,14 +55,14 @@ def check_canary(step: int, canary: Canary, base: Canary, previous: Canary | Non
         canary: its answer.
         base: the answer of the base model.
         previous: the answer of the version that was current before, if there was one.
-        float_bits: bits of the mantissa of the engine's arithmetic.
+        dtype: type of the engine's arithmetic.
     """
     if not all(np.isfinite(canary.logprobs)):
         raise ServingError(f"version {step} answers with log-probabilities that are no finite numbers")
     for other, name in ((base, "the base model"), (previous, "the version before")):
         if other is None:
             continue
-        if canary.weights_moved_from(other) > 2.0**-float_bits and canary.logprobs == other.logprobs:
+        if canary.weights_moved_from(other) > _ROUNDING[dtype] and canary.logprobs == other.logprobs:
             raise ServingError(
                 f"version {step} was loaded, but a fixed prompt has exactly the log-probabilities of {name}, "
                 "although the weights differ: the engine does not apply this adapter"
@@ -68,23 +71,10 @@ def check_canary(step: int, canary: Canary, base: Canary, previous: Canary | Non
 
 def probe(adapter: AdapterVersion) -> dict[str, np.ndarray]:
     """Returns `Canary.effects` of an adapter."""
-    from safetensors.torch import load
-
-    config = adapter.config
-    tensors = {
-        name: tensor.float().numpy() for name, tensor in load(adapter.files["adapter_model.safetensors"]).items()
-    }
-    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
-    effects = {}
-    for name, a in tensors.items():
-        if ".lora_A." not in name:
-            continue
-        b = tensors.get(name.replace(".lora_A.", ".lora_B."))
-        if b is None:
-            raise ServingError(f"version {adapter.step}: {name} has no lora_B beside it")
+    scale, effects = lora_scale(adapter.config), {}
+    for module, (a, b) in lora_pairs(adapter).items():
+        a, b = a.float().numpy(), b.float().numpy()
         x = np.random.default_rng(0).standard_normal(a.shape[1], dtype=np.float32)
         # The output of a weight of typical size is about `typical * sqrt(in)` for such an x.
-        effects[name.split(".lora_A.")[0]] = scale * (b @ (a @ x)) / (_TYPICAL_WEIGHT * np.sqrt(a.shape[1]))
-    if not effects:
-        raise ServingError(f"version {adapter.step} adapts no module: its file holds {sorted(tensors)[:5]}")
+        effects[module] = scale * (b @ (a @ x)) / (_TYPICAL_WEIGHT * np.sqrt(a.shape[1]))
     return effects

@@ -26,6 +26,7 @@ from art_ray.serving.gate import VersionGate
 from art_ray.serving.guard import TAG, Guard, processes_of, sweep
 from art_ray.serving.last_words import LastWords
 from art_ray.serving.leases import VersionTable
+from art_ray.serving.merge import BaseWeights
 from art_ray.serving.spec import Endpoint, EngineSpec
 from art_ray.serving.vllm_server import VLLMServer, bound_socket, environment
 
@@ -51,6 +52,11 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: concurrent.futures.Future[Endpoint] = concurrent.futures.Future()
         self._stopping = False
+        self._gate = VersionGate(self._table, spec.serving.max_requests)
+        self._loading = asyncio.Lock()
+        self._stop = asyncio.Event()
+        self._base: BaseWeights | None = None
+        """Merged weights only: what each adapter is added to."""
         self._canaries: dict[int | None, Canary] = {}
         """By version; None is the base model."""
 
@@ -77,25 +83,26 @@ class Engine:
                 f"(ServingConfig.start_timeout_s). Its last words:\n{self._last_words.text()}"
             ) from None
 
-    async def load(self, adapter: AdapterVersion, *, make_current: bool = True) -> LoadedVersion:
+    async def load(self, adapter: AdapterVersion, *, holder: str | None = None) -> LoadedVersion:
         """Loads a version, checks it, and lets it answer requests for the bare name from then on.
 
         Args:
-            adapter: the version; nothing of it stays in memory twice.
-            make_current: False loads it only for requests that name it.
+            adapter: the version.
+            holder: loads it beside the current version instead, leased to this holder as `pin` does.
 
         Raises:
             ServingError: altered on its way, refused by the engine, or without effect on the canary's answer.
             DeadlineError: no place became free within `load_timeout_s`.
             EngineError: the engine is not there; carries its last words.
         """
-        return await self._in_loop(self._load(adapter, make_current))
+        return await self._in_loop(self._load(adapter, holder))
 
     async def pin(self, step: int, holder: str, ttl_s: float | None = None) -> None:
         """Leases a loaded version to `holder`, so that it stays loaded for `ttl_s` seconds or until `unpin`."""
         ttl_s = self._spec.serving.pin_ttl_s if ttl_s is None else ttl_s
 
         async def pinned() -> None:
+            self._refuse_holders(step)
             self._table.pin(step, holder, ttl_s)
 
         await self._in_loop(pinned())
@@ -165,10 +172,10 @@ class Engine:
     async def _serve(self) -> None:
         import uvicorn
 
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._loading = asyncio.Lock()
-        self._gate = VersionGate(self._table, self._spec.serving.max_requests)
+        self._loop = asyncio.get_running_loop()
         self._canaries[None] = Canary(await self._server.canary(None), {})
+        if self._server.weights == "merged":
+            self._base = BaseWeights(self._server.base_folder())
         sock = bound_socket(self._spec.host)
         config = uvicorn.Config(
             self._front(await self._server.application()), log_config=None, access_log=False, lifespan="on", ws="none"
@@ -216,19 +223,25 @@ class Engine:
             weights=self._server.weights,
         )
 
-    async def _load(self, adapter: AdapterVersion, make_current: bool) -> LoadedVersion:
+    async def _load(self, adapter: AdapterVersion, holder: str | None) -> LoadedVersion:
         started = time.monotonic()
         timeout_s = self._spec.serving.load_timeout_s
+        change = 0.0
         try:
             async with asyncio.timeout(timeout_s), self._loading:
                 adapter.check()
-                change = 0.0
-                if adapter.step not in self._table:
-                    change = await self._load_new(adapter)
-                else:
+                if holder is not None:
+                    self._refuse_holders(adapter.step)
+                if adapter.step in self._table:
                     self._table.add(adapter.step, adapter.sha256)  # refuses other contents
-                if make_current:
+                elif self._server.weights == "adapter":
+                    change = await self._load_beside(adapter)
+                else:
+                    change = await self._load_in_place(adapter)
+                if holder is None:
                     self._table.make_current(adapter.step)
+                else:
+                    self._table.pin(adapter.step, holder, self._spec.serving.pin_ttl_s)
                 await self._unload_idle()
         except TimeoutError:
             raise DeadlineError(
@@ -239,37 +252,77 @@ class Engine:
             adapter.step, self._table.sha256(adapter.step), time.monotonic() - started, canary_change=change
         )
 
-    async def _load_new(self, adapter: AdapterVersion) -> float:
-        """Loads a version that is not held, under a name of its own; returns how far the canary's answer moved."""
-        assert self._guard is not None
+    async def _load_beside(self, adapter: AdapterVersion) -> float:
+        """Loads an adapter beside those that are held; returns how far the canary's answer moved."""
         await self._gate.until_room(self._spec.serving.max_versions)
         await self._unload_idle()
-        directory = self._guard.directory / f"version-{adapter.step}"
+        directory = self._directory(adapter.step)
         found = await asyncio.to_thread(_written, adapter, directory)
-        if found != adapter.sha256:
-            raise ServingError(f"version {adapter.step} was altered while it was written to {directory}")
         try:
             await self._server.add(adapter, directory)
-            canary = Canary(await self._server.canary(adapter.step), await asyncio.to_thread(probe, adapter))
-            previous = self._canaries.get(self._table.current)
-            base = self._canaries[None]
-            check_canary(adapter.step, canary, base, previous, self._server.float_bits)
+            return await self._checked(adapter, found, self._canaries.get(self._table.current), adapter.step)
         except BaseException:
             await self._server.remove(adapter.step)
             shutil.rmtree(directory, ignore_errors=True)
             raise
+
+    async def _load_in_place(self, adapter: AdapterVersion) -> float:
+        """Adds an adapter into the weights, once running requests are done; new ones wait at the gate meanwhile.
+
+        If it fails in the middle, no version is held: the engine answers nothing until another one is loaded.
+        """
+        assert self._base is not None
+        directory, previous = self._directory(adapter.step), self._canaries.get(self._table.current)
+        try:
+            await asyncio.to_thread(shutil.rmtree, directory, True)
+            await asyncio.to_thread(self._base.write_merged, adapter, directory, self._server.dtype)
+            async with self._gate.emptied():
+                self._table.clear()
+                await self._server.replace_weights(directory)
+                change = await self._checked(adapter, digest(adapter.files), previous, None)
+                self._table.make_current(adapter.step)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, directory, True)
+        self._canaries = {None: self._canaries[None], adapter.step: self._canaries[adapter.step]}
+        return change
+
+    async def _checked(self, adapter: AdapterVersion, found: str, previous: Canary | None, loaded: int | None) -> float:
+        """Notes a version as held after its hash and canary were checked; returns how far the canary moved.
+
+        Args:
+            adapter: the version.
+            found: hash of what the engine was given.
+            previous: the canary of the version that was current before.
+            loaded: the adapter to ask the engine for; None where it is in the weights.
+        """
+        if found != adapter.sha256:
+            raise ServingError(f"version {adapter.step} was altered while it was written to shared memory")
+        base = self._canaries[None]
+        canary = Canary(await self._server.canary(loaded), await asyncio.to_thread(probe, adapter))
+        check_canary(adapter.step, canary, base, previous, self._server.dtype)
         self._canaries[adapter.step] = canary
         self._table.add(adapter.step, found)
         return canary.change_from(previous or base)
 
+    def _refuse_holders(self, step: int) -> None:
+        if self._server.weights == "merged":
+            raise ServingError(
+                f"version {step} cannot be kept beside others: merged weights hold one version at a time; "
+                "use ServingConfig(weights='adapter')"
+            )
+
+    def _directory(self, step: int) -> Path:
+        assert self._guard is not None
+        return self._guard.directory / f"version-{step}"
+
     async def _unload_idle(self) -> None:
         """Unloads every version that is neither current nor used."""
-        for step in self._table.removable():
+        while steps := self._table.removable():  # anew each time: another task may unload meanwhile
+            step = steps[0]
             self._table.remove(step)  # first: from here on nobody can ask for it
             self._canaries.pop(step, None)
             await self._server.remove(step)
-            if self._guard is not None:
-                shutil.rmtree(self._guard.directory / f"version-{step}", ignore_errors=True)
+            shutil.rmtree(self._directory(step), ignore_errors=True)
 
     # --- both sides ---------------------------------------------------------------------------------------------
 

@@ -133,11 +133,16 @@ class VersionTable:
             raise ServingError(f"{self.served_name(step)} is in use and stays loaded")
         self._held.pop(step, None)
 
-    def replace_all(self, step: int, sha256: str) -> None:
-        """Notes that `step` took the place of whatever was held, its requests with it (merged weights)."""
-        requests = sum(held.requests for held in self._held.values())
-        self._held = {step: _Held(sha256, requests=requests)}
-        self.current = step
+    def clear(self) -> None:
+        """Notes that nothing is held any more: the weights are being changed in place.
+
+        Raises:
+            ServingError: a request is being answered.
+        """
+        if self.requests:
+            raise ServingError(f"{self.requests} requests are being answered; the weights stay")
+        self._held.clear()
+        self.current = None
 
     @property
     def requests(self) -> int:

@@ -6,6 +6,7 @@ applied: it reads its environment variables on import.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ __all__ = ["VLLMServer", "environment"]
 _GIB = 2**30
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _CANARY_TOKENS = 32
+_RESET_TRIES = 250
 
 
 def environment(spec: EngineSpec) -> dict[str, str | None]:
@@ -139,6 +141,31 @@ class VLLMServer:
             self._models.lora_requests.pop(request.lora_name, None)
             await self._engine.remove_lora(request.lora_int_id)
 
+    def base_folder(self) -> Path:
+        """Returns the folder that the base model's weights were loaded from."""
+        path = Path(self._spec.base_model)
+        if path.is_dir():
+            return path
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(self._spec.base_model, local_files_only=True))
+
+    async def replace_weights(self, directory: Path) -> None:
+        """Loads a checkpoint into the running engine, in place, and drops what was cached under the old weights.
+
+        No request may be running.
+
+        Raises:
+            EngineError: the old weights' cache could not be dropped; the engine must not answer any more.
+        """
+        await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+        for _ in range(_RESET_TRIES):
+            # Refused while a block is in use: an aborted request frees its blocks a moment after it was answered.
+            if await self._engine.reset_prefix_cache():
+                return
+            await asyncio.sleep(0.02)
+        raise EngineError("the prefix cache of the old weights could not be dropped: a request is still running")
+
     async def canary(self, step: int | None) -> list[float]:
         """Returns the log-probabilities of a fixed prompt under a loaded adapter, or under the engine's own weights."""
         from vllm import SamplingParams
@@ -159,11 +186,9 @@ class VLLMServer:
         return [row[token_id].logprob for row, token_id in zip(rows, token_ids[1:], strict=True)]
 
     @property
-    def float_bits(self) -> int:
-        """Bits of the mantissa of the engine's arithmetic."""
-        return {"float32": 23, "float16": 10, "bfloat16": 7}.get(
-            str(self._engine.model_config.dtype).removeprefix("torch."), 7
-        )
+    def dtype(self) -> str:
+        """Type of the engine's weights and arithmetic, such as "bfloat16"."""
+        return str(self._engine.model_config.dtype).removeprefix("torch.")
 
     def failure(self) -> str | None:
         """Returns how the engine's processes ended, or None while they live."""
