@@ -69,7 +69,7 @@ class Optimizer:
             if self.num_non_finite_in_a_row >= _MAX_NON_FINITE_IN_A_ROW:
                 raise NonFiniteError(
                     f"loss {loss} and gradient norm {float(norm)}: not finite {self.num_non_finite_in_a_row} times "
-                    f"in a row, at learning rate {learning_rate}. Lower the learning rate, or go back to an older checkpoint"
+                    f"in a row, at learning rate {learning_rate}. Lower it, or go back to an older checkpoint"
                 )
             return Update(float(norm), learning_rate, skipped=True)
         self.num_non_finite_in_a_row = 0

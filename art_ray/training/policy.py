@@ -21,7 +21,7 @@ from art_ray.training.packing import PackedRow, pack_row
 from art_ray.training.samples import TrainingSample
 from art_ray.trajectories import Message
 
-__all__ = ["ADAPTER_FILE", "Policy", "has_fast_bfloat16"]
+__all__ = ["ADAPTER_FILE", "Policy", "check_base_model", "has_fast_bfloat16"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """The adapter's weights inside a checkpoint, as PEFT names them."""
@@ -113,7 +113,7 @@ class Policy:
         if differing:
             raise CheckpointError(
                 f"the checkpoint's adapter differs from the one asked for in {len(differing)} tensors, "
-                f"{min(differing)} among them. Ask for the same LoRA settings and base model, or train under another name"
+                f"{min(differing)} among them. Ask for the same LoRA settings and base model, or take another name"
             )
         set_peft_model_state_dict(self.model, state)
 
@@ -215,7 +215,33 @@ def _dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
     return torch.float32 if config.dtype == "float32" else torch.bfloat16
 
 
+def check_base_model(base_model: str, lora: LoraSettings) -> None:
+    """Looks at the base model's configuration and layers without loading a weight: an early word on what cannot work.
+
+    Raises:
+        UnknownBaseModelError: it cannot be loaded; says what was tried and what to do.
+        UnsupportedLoraError: a target module that it does not have.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    with _explained(base_model) as name:
+        AutoTokenizer.from_pretrained(name)
+        with torch.device("meta"):
+            causal_lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+    if not isinstance(lora.target_modules, str):
+        check_target_modules(lora.target_modules, _linear_layers(causal_lm), base_model)
+
+
 def _load(base_model: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with _explained(base_model) as name:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attention.register())
+
+
+@contextlib.contextmanager
+def _explained(base_model: str) -> Iterator[str]:
+    """Gives the name to load `base_model` by; what goes wrong in the block is an `UnknownBaseModelError`."""
     looks_like_path = base_model.startswith((".", "~", os.sep)) or base_model.count("/") > 1
     path = Path(base_model).expanduser()
     if looks_like_path and not (path / "config.json").is_file():
@@ -224,17 +250,20 @@ def _load(base_model: str, dtype: torch.dtype) -> Any:
             f"base_model={base_model!r}: {path.absolute()} {what}. "
             "Give a folder written by save_pretrained, or a hub id"
         )
-    from transformers import AutoModelForCausalLM
-
-    name = str(path) if path.is_dir() else base_model
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attention.register())
+        yield str(path) if path.is_dir() else base_model
     except (OSError, ValueError) as error:
         raise UnknownBaseModelError(
             f"base_model={base_model!r} could not be loaded, neither as a folder ({path.absolute()}) nor as a hub id: "
             f"{error}. Check the spelling, the access rights of the hub token, and that this machine reaches the hub; "
             "or give the path of a folder written by save_pretrained"
         ) from error
+
+
+def _linear_layers(causal_lm: Any) -> list[str]:
+    """Names of the layers that an adapter may be on: the linear ones, but for the output layer."""
+    output = causal_lm.get_output_embeddings()
+    return [n for n, m in causal_lm.named_modules() if isinstance(m, torch.nn.Linear) and m is not output]
 
 
 def _head_of(causal_lm: Any) -> Head:
@@ -248,10 +277,8 @@ def _head_of(causal_lm: Any) -> Head:
 def _with_adapter(causal_lm: Any, lora: LoraSettings, base_model: str, seed: int) -> Any:
     from peft import LoraConfig, TaskType, get_peft_model
 
-    output = causal_lm.get_output_embeddings()
-    linear = [n for n, m in causal_lm.named_modules() if isinstance(m, torch.nn.Linear) and m is not output]
     if not isinstance(lora.target_modules, str):
-        check_target_modules(lora.target_modules, linear, base_model)
+        check_target_modules(lora.target_modules, _linear_layers(causal_lm), base_model)
     settings = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,

@@ -1,0 +1,184 @@
+"""Packed rows against the plainest computation there is: one sequence, the model's own forward pass, whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from art_ray.training.config import LoraSettings, TrainerConfig
+from art_ray.training.loss import LossInput, policy_gradient_loss
+from art_ray.training.packing import TrainingBatch, pack
+from art_ray.training.policy import Policy, _own_attention
+from art_ray.training.samples import TrainingSample
+from art_ray.types import TrainConfig
+from tests.small_models import Kind
+from tests.training.made import sample
+
+KINDS: tuple[Kind, ...] = ("llama", "qwen3", "gemma")
+
+
+@pytest.fixture(scope="module")
+def policies(tiny_models: dict[Kind, Path]) -> dict[Kind, Policy]:
+    lora = LoraSettings(init_lora_weights=False)
+    config = TrainerConfig(dtype="float32", device="cpu", logprob_chunk_tokens=7)
+    return {kind: Policy(str(path), lora, config) for kind, path in tiny_models.items()}
+
+
+def plain(policy: Policy, samples: Sequence[TrainingSample]) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probabilities of each sequence's trained tokens, and the gradients of `weighted` over all sequences."""
+    policy.model.zero_grad()
+    causal_lm = policy.model.get_base_model()
+    found = []
+    with _own_attention(causal_lm):
+        for item in samples:
+            tokens = torch.from_numpy(item.tokens)
+            logits = causal_lm(input_ids=tokens[None], use_cache=False).logits[0]
+            logits = logits / torch.from_numpy(item.temperatures).roll(-1)[:, None]
+            chosen = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None])[:, 0]
+            found.append(chosen[torch.from_numpy(item.trained[1:])])
+            (found[-1] * item.advantage).sum().backward()
+    return [part.detach() for part in found], [p.grad.clone() for p in policy.adapter.values()]
+
+
+def packed(policy: Policy, batch: TrainingBatch) -> tuple[dict[float, Tensor], list[Tensor]]:
+    """The same from packed rows; log-probabilities by advantage, which is made different for every sequence."""
+    policy.model.zero_grad()
+    found = {}
+    for row in batch.rows:
+        logprobs, _ = policy.logprobs(row)
+        (logprobs * torch.from_numpy(row.advantages)).sum().backward()
+        for sequence in np.unique(row.sequences):
+            chosen = row.sequences == sequence
+            found[float(row.advantages[chosen][0])] = logprobs.detach()[torch.from_numpy(chosen)]
+    return found, [p.grad.clone() for p in policy.adapter.values()]
+
+
+def relative_difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    ours, theirs = (torch.cat([x.reshape(-1) for x in tensors]).double() for tensors in (a, b))
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@st.composite
+def random_trees(draw: st.DrawFn) -> tuple[list[TrainingSample], int]:
+    """Sequences that fork from one another at random places, trained at random places, and a row size."""
+    seed = draw(st.integers(0, 2**20))
+    num_sequences = draw(st.integers(1, 8))
+    generator = np.random.default_rng(seed)
+    samples: list[TrainingSample] = []
+    for index in range(num_sequences):
+        parent = samples[generator.integers(len(samples))].tokens if samples else np.array([1])
+        stem = parent[: generator.integers(1, len(parent) + 1)]
+        tokens = np.concatenate([stem, generator.integers(0, 512, generator.integers(1, 30))])
+        trained = [i for i in range(1, len(tokens)) if generator.random() < 0.5] or [1]
+        temperatures = np.where(generator.random(len(tokens)) < 0.5, 1.0, 0.7)
+        samples.append(sample(tokens.tolist(), trained, advantage=float(index + 1), temperatures=temperatures))
+    longest = max(map(len, samples))
+    return samples, draw(st.integers(longest, 4 * longest))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=random_trees())
+def test_random_trees_packed_in_rows_of_any_size_give_the_numbers_of_one_row_per_sequence(
+    policies: dict[Kind, Policy], kind: Kind, tree: tuple[list[TrainingSample], int]
+) -> None:
+    samples, max_tokens = tree
+    own_logprobs, own_gradients = plain(policies[kind], samples)
+    logprobs, gradients = packed(policies[kind], pack(samples, max_tokens))
+    for item, expected in zip(samples, own_logprobs, strict=True):
+        torch.testing.assert_close(logprobs[item.advantage], expected, atol=1e-4, rtol=0)
+    assert relative_difference(gradients, own_gradients) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packing_without_sharing_gives_the_same_numbers_as_with(policies: dict[Kind, Policy], kind: Kind) -> None:
+    generator = np.random.default_rng(3)
+    stem = generator.integers(0, 512, 40).tolist()
+    forked = [sample([*stem, *generator.integers(0, 512, 12).tolist()], range(40, 52), float(i + 1)) for i in range(4)]
+    shared = pack(forked, 200)
+    alone = [pack([item], 200) for item in forked]
+    assert shared.num_tokens_packed == 40 + 4 * 12
+    assert sum(batch.num_tokens_packed for batch in alone) == 4 * 52
+    logprobs, gradients = packed(policies[kind], shared)
+    separate = [packed(policies[kind], batch) for batch in alone]
+    for found, _ in separate:
+        for advantage, expected in found.items():
+            torch.testing.assert_close(logprobs[advantage], expected, atol=1e-4, rtol=0)
+    summed = [sum(parts) for parts in zip(*(gradients for _, gradients in separate), strict=True)]
+    assert relative_difference(gradients, summed) < 1e-5  # type: ignore[arg-type]
+
+
+def test_the_window_of_a_sliding_layer_counts_along_the_path_and_not_along_the_row(
+    policies: dict[Kind, Policy],
+) -> None:
+    # Four branches of 12 after a stem of 10: along the row the last branch is 36 tokens further from the stem than
+    # along its path, and only the latter lies within the window of 16.
+    samples = [sample([*range(5, 15), *([20 + i] * 12)], range(10, 22), float(i + 1)) for i in range(4)]
+    expected, _ = plain(policies["gemma"], samples)
+    found, _ = packed(policies["gemma"], pack(samples, 100))
+    for item, wanted in zip(samples, expected, strict=True):
+        torch.testing.assert_close(found[item.advantage], wanted, atol=1e-4, rtol=0)
+
+
+def test_gradient_checkpointing_changes_no_number(tiny_model: Path, policies: dict[Kind, Policy]) -> None:
+    lora = LoraSettings(init_lora_weights=False)
+    frugal = Policy(str(tiny_model), lora, TrainerConfig(dtype="float32", device="cpu", gradient_checkpointing=True))
+    samples = [sample([7, 8, 9, 10 + i, 11, 12], [3, 4, 5], float(i + 1)) for i in range(3)]
+    logprobs, gradients = packed(frugal, pack(samples, 100))
+    expected_logprobs, expected_gradients = packed(policies["qwen3"], pack(samples, 100))
+    for advantage, expected in expected_logprobs.items():
+        torch.testing.assert_close(logprobs[advantage], expected, atol=1e-6, rtol=0)
+    assert relative_difference(gradients, expected_gradients) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": "cispo"},
+        {"loss": "ppo"},
+        {"loss": "ppo", "importance_sampling_level": "sequence"},
+        {"importance_sampling_level": "sequence", "truncated_importance_sampling": 1.5},
+        {"beta": 0.1},
+    ],
+    ids=str,
+)
+def test_the_loss_of_a_step_does_not_depend_on_how_it_is_packed(
+    policies: dict[Kind, Policy], options: dict[str, object]
+) -> None:
+    policy, config = policies["qwen3"], TrainConfig(**options)
+    generator = np.random.default_rng(1)
+    samples = []
+    for index in range(6):
+        tokens = [3, 4, 5, index % 2, *generator.integers(0, 512, 4 + index).tolist()]
+        noise = generator.normal(-6, 1, len(tokens))
+        samples.append(sample(tokens, range(4, len(tokens)), (-1.0) ** index, logprobs=noise))
+
+    def gradients_with(max_tokens: int) -> tuple[float, list[Tensor]]:
+        policy.model.zero_grad()
+        total = 0.0
+        for row in pack(samples, max_tokens).rows:
+            reference = policy.reference_logprobs(row) if config.beta > 0 else None
+            sums = policy_gradient_loss(
+                LossInput(
+                    policy.logprobs(row)[0],
+                    *map(torch.from_numpy, (row.logprobs, row.advantages, row.sequences)),
+                    row.num_sequences,
+                    reference,
+                ),
+                config,
+            )
+            sums.loss.backward()
+            total += float(sums.loss.detach())
+        return total, [p.grad.clone() for p in policy.adapter.values()]
+
+    one_row, gradients = gradients_with(1000)
+    many_rows, same_gradients = gradients_with(13)
+    assert many_rows == pytest.approx(one_row, rel=1e-5)
+    assert relative_difference(same_gradients, gradients) < 1e-5
