@@ -281,7 +281,7 @@ class TrajectoryGroup(pydantic.BaseModel):
         items = self.__dict__.pop("_items", None)
         items = list(trajectories) if items is None else items
         kept: list[Trajectory] = []
-        failures = [e if isinstance(e, RolloutFailure) else _failure(e) for e in exceptions]
+        failures: list[RolloutFailure] = []
         for position, item in enumerate(items):
             if isinstance(item, Trajectory):
                 kept.append(item)
@@ -292,6 +292,7 @@ class TrajectoryGroup(pydantic.BaseModel):
                     f"a TrajectoryGroup holds trajectories, exceptions and awaitables of them; "
                     f"item {position} is {type(item).__name__}: {item!r:.80}"
                 )
+        failures += [e if isinstance(e, RolloutFailure) else _failure(e) for e in exceptions]
         super().__init__(
             trajectories=kept, exceptions=failures, metadata=metadata or {}, metrics=metrics or {}, logs=logs or []
         )

@@ -159,7 +159,10 @@ class TestLimitConcurrency:
         class Key:
             pass
 
-        visit = limit_concurrency(1, derive_key=lambda key: key)(Crowd().visit)
+        @limit_concurrency(1, derive_key=lambda key: key)
+        async def visit(key):
+            await asyncio.sleep(0)
+
         key = Key()
         await asyncio.gather(visit(key), visit(key))
         forgotten = weakref.ref(key)
