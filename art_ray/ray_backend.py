@@ -264,11 +264,11 @@ class RayBackend:
         trainer = running.trainer
         wait = trainer.wait("train", f"progress of step {request.step + 1}", self._deadlines.standstill_s)
         progress_wait = trainer.wait("progress", "a sign of life", self._deadlines.standstill_s)
-        with tqdm(desc=f"train step {request.step + 1}", unit="tok", leave=False, file=sys.stderr) as bar:
+        with tqdm(desc=f"train step {request.step + 1}", unit="row", leave=False, file=sys.stderr) as bar:
 
             def report(progress: Mapping[str, float]) -> None:
-                bar.total = progress.get("tokens_total")
-                bar.update(progress.get("tokens_done", 0) - bar.n)
+                bar.total = progress.get("num_rows")
+                bar.update(progress.get("row", 0) - bar.n)
 
             return await calls.watch(
                 trainer.handle.train.remote(request),

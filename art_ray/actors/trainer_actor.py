@@ -15,6 +15,7 @@ from art_ray.actors import calls
 from art_ray.serving.adapter import AdapterVersion
 from art_ray.training.checkpoint import step_dir
 from art_ray.training.config import TrainerSpec
+from art_ray.training.policy import check_base_model
 from art_ray.training.trainer import Trainer
 from art_ray.types import TrainConfig
 
@@ -53,7 +54,7 @@ class TrainerActor:
 
     async def check(self) -> str:
         """Checks the specification against the base model, without loading weights; returns the node's address."""
-        await self._run(lambda: Trainer.check(self._spec))
+        await self._run(lambda: check_base_model(self._spec.base_model, self._spec.lora))
         return ray.util.get_node_ip_address()
 
     async def start(self) -> int:

@@ -225,9 +225,10 @@ def check_base_model(base_model: str, lora: LoraSettings) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     with _explained(base_model) as name:
+        settings = AutoConfig.from_pretrained(name)
         AutoTokenizer.from_pretrained(name)
         with torch.device("meta"):
-            causal_lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+            causal_lm = AutoModelForCausalLM.from_config(settings)
     if not isinstance(lora.target_modules, str):
         check_target_modules(lora.target_modules, _linear_layers(causal_lm), base_model)
 
