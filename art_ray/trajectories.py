@@ -35,8 +35,8 @@ __all__ = [
 
 Message: TypeAlias = dict[str, Any]
 """An OpenAI chat message: `role`, `content` (text or a list of parts), perhaps `tool_calls` or `tool_call_id`."""
-Messages: TypeAlias = list[Message]
-"""A conversation that can be sent to a server."""
+Messages: TypeAlias = list[Any]
+"""A conversation of `Message` alone. Typed loosely, so that type checkers let it pass as OpenAI's `messages`."""
 Tools: TypeAlias = list[dict[str, Any]]
 """Tool definitions in OpenAI's form."""
 
@@ -122,7 +122,7 @@ class Sampling:
         )
 
 
-def messages_of(items: MessagesAndChoices) -> list[Message]:
+def messages_of(items: MessagesAndChoices) -> Messages:
     """Returns a conversation as plain message dicts, each answer as the assistant message that continues it."""
     return [_message_of(item) if isinstance(item, Choice) else dict(item) for item in items]
 
@@ -143,7 +143,7 @@ class History(pydantic.BaseModel):
     messages_and_choices: MessagesAndChoices
     tools: list[dict[str, Any]] | None = None
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> Messages:
         """Returns the conversation as plain message dicts."""
         return messages_of(self.messages_and_choices)
 
@@ -177,7 +177,7 @@ class Trajectory(pydantic.BaseModel):
             values["messages_and_choices"] = messages_and_choices
         super().__init__(**values)
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> Messages:
         """Returns the conversation as plain message dicts, ready to be sent to a server."""
         return messages_of(self.messages_and_choices)
 
