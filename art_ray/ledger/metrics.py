@@ -25,6 +25,8 @@ def checked_number(value: object, where: str) -> float | int:
     Raises:
         TypeError: it is no number; `where` says which value it is.
     """
+    if type(value) is float:
+        return value
     try:
         number = as_number(value)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor that holds no readable value
@@ -53,6 +55,8 @@ def checked_metrics(metrics: object, where: str) -> dict[str, float | int]:
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(f"{where} must map names to numbers, got {type(metrics).__name__}: {metrics!r:.80}")
+    if set(map(type, metrics)) <= {str} and set(map(type, metrics.values())) <= {float}:
+        return metrics if type(metrics) is dict else dict(metrics)
     checked = {}
     for name, value in metrics.items():
         if not isinstance(name, str):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from art_ray.errors import LedgerFormatError
-from art_ray.ledger.answers import Columns, TokenReader, Tokens, conversation_columns, decode_message
-from art_ray.ledger.codec import decoded, encoded, is_encodable_text, json_text, readable
+from art_ray.ledger.answers import Columns, TokenReader, Tokens, conversation_columns, decode_message, plain_conversation
+from art_ray.ledger.codec import decoded, encoded, flat_json_text, is_encodable_text, json_text, readable
 from art_ray.ledger.metrics import checked_metrics, checked_number
 from art_ray.trajectories import History, RolloutFailure, Trajectory, TrajectoryGroup, has_spread
 from art_ray.types import Outcome
@@ -90,6 +89,16 @@ SCHEMA = pa.schema(
 )
 
 
+_OF_TRAJECTORY = (
+    "metrics", "metadata", "tools", "logs", "duration", "num_answers", "finish_reason", "policy_version", "residue"
+)  # fmt: skip
+_OF_ROW = (
+    "group_index", "group_metadata", "group_metrics", "group_logs", "reward", *_OF_TRAJECTORY, "outcome",
+    "group_exceptions", "group_residue",
+)  # fmt: skip
+"""The columns that a row is made of, in the order in which the writer keeps them; the others come from lists."""
+
+
 class GroupWriter:
     """Writes groups to a parquet file as they come, one row group in memory at a time.
 
@@ -123,16 +132,14 @@ class GroupWriter:
         outcomes = []
         failures = [_failure(failure) for failure in group.exceptions]
         for i, (trajectory, (reward, metrics)) in enumerate(zip(group.trajectories, checked, strict=True)):
-            row = {**shared, "group_index": index, "reward": reward}
-            row["group_exceptions"] = failures or None if i == 0 else None
-            row["group_residue"] = residue if i == 0 else None
-            tokens = self._add(row, trajectory, metrics, f"{where}, trajectory {i}")
-            outcomes.append(self._outcome(reward, tokens, spread))
-            self._columns["outcome"].append(outcomes[-1].value)
+            tokens, columns = self._columns_of(trajectory, metrics, f"{where}, trajectory {i}")
+            outcomes.append(outcome := self._outcome(reward, tokens, spread))
+            of_first = (failures or None, residue) if i == 0 else (None, None)
+            self._rows.append((index, *shared.values(), reward, *columns, str(outcome), *of_first))
         if not group.trajectories:
             self._rowless.append((index, {**shared, "group_exceptions": failures, "group_residue": residue}))
         self._num_groups += 1
-        if len(self._columns["reward"]) >= ROWS_AT_ONCE or self._characters >= CHARACTERS_AT_ONCE:
+        if len(self._rows) >= ROWS_AT_ONCE or self._characters >= CHARACTERS_AT_ONCE:
             self._flush()
         return checked, outcomes + [Outcome.FAILED] * len(failures)
 
@@ -159,61 +166,76 @@ class GroupWriter:
             return Outcome.NO_LOGPROBS
         return Outcome.SCORED if spread else Outcome.NO_SPREAD
 
-    def _add(self, row: dict[str, Any], trajectory: Trajectory, metrics: Mapping[str, float], where: str) -> Tokens:
+    def _columns_of(
+        self, trajectory: Trajectory, metrics: Mapping[str, float], where: str
+    ) -> tuple[Tokens, tuple[Any, ...]]:
+        """Returns the tokens of a trajectory and its columns `_OF_TRAJECTORY`; keeps its messages and tokens."""
         tokens = Tokens()
         residue: dict[str, Any] = {}
-        messages, in_messages = conversation_columns(trajectory.messages_and_choices, tokens, where)
-        if in_messages:
-            residue["messages"] = in_messages
+        self._add_messages(trajectory, tokens, residue, where)
         if trajectory.additional_histories:
             residue["histories"] = [
                 _history(history, tokens, f"{where}, history {i}")
                 for i, history in enumerate(trajectory.additional_histories)
             ]
-        row["metrics"] = _metrics_column(metrics, residue)
-        row["metadata"] = _json_column("metadata", trajectory.metadata, residue, where)
-        row["tools"] = _json_column("tools", trajectory.tools, residue, where)
-        row["logs"] = _texts_column("logs", trajectory.logs, residue, where)
+        metadata = _json_column("metadata", trajectory.metadata, residue, where)
+        tools = _json_column("tools", trajectory.tools, residue, where)
         if trajectory.tools is not None and not trajectory.tools:
             residue["tools"] = []
         duration = metrics.get("duration")
-        row["duration"] = None if duration is None else float(duration)
-        row["num_answers"] = tokens.num_answers
-        row["finish_reason"] = tokens.finish_reason
-        row["policy_version"] = min(tokens.versions, default=None)
-        row["residue"] = json_text(residue) if residue else None
-        for name, value in row.items():
-            self._columns[name].append(value)
-        self._messages += messages
-        self._message_ends.append(len(self._messages))
-        self._tokens.append(tokens)
-        self._characters += sum(len(fields[1]) for fields in messages if fields[1]) + len(row["residue"] or "")
-        self._characters += sum(len(row[name] or "") for name in ("metadata", "tools")) + 8 * sum(
-            map(len, tokens.prompt_token_ids)
+        columns = (
+            _metrics_column(metrics, residue),
+            metadata,
+            tools,
+            _texts_column("logs", trajectory.logs, residue, where),
+            None if duration is None else float(duration),
+            tokens.num_answers,
+            tokens.finish_reason,
+            min(tokens.versions, default=None),
+            rest := json_text(residue) if residue else None,
         )
-        return tokens
+        self._tokens.append(tokens)
+        self._characters += sum(len(text) for text in (metadata, tools, rest) if text)
+        if tokens.prompt_token_ids:
+            self._characters += 4 * sum(map(len, tokens.prompt_token_ids))
+        return tokens, columns
+
+    def _add_messages(self, trajectory: Trajectory, tokens: Tokens, residue: dict[str, Any], where: str) -> None:
+        plain = plain_conversation(trajectory.messages_and_choices)
+        if plain is not None:
+            roles, contents = plain
+            absent = [None] * len(roles)
+            fields: Any = roles, contents, absent, absent, [False] * len(roles)
+            self._characters += sum(map(len, contents))
+        else:
+            columns, in_messages = conversation_columns(trajectory.messages_and_choices, tokens, where)
+            if in_messages:
+                residue["messages"] = in_messages
+            fields = zip(*columns, strict=True)
+            self._characters += sum(len(column[1]) for column in columns if column[1])
+        for kept, values in zip(self._messages, fields, strict=False):  # no fields at all: an empty conversation
+            kept += values
+        self._message_ends.append(len(self._messages[0]))
 
     def _clear(self) -> None:
-        self._columns: defaultdict[str, list[Any]] = defaultdict(list)
-        self._messages: list[Any] = []
+        self._rows: list[tuple[Any, ...]] = []
+        self._messages: list[list[Any]] = [[] for _ in _MESSAGE]
         self._message_ends = [0]
         self._tokens: list[Tokens] = []
         self._characters = 0
 
     def _flush(self) -> None:
-        if not self._tokens:
+        if not self._rows:
             return
         arrays = {"messages": self._message_array(), **_token_arrays(self._tokens)}
-        columns = [
-            arrays[entry.name] if entry.name in arrays else pa.array(self._columns[entry.name], type=entry.type)
-            for entry in SCHEMA
-        ]
+        for name, values in zip(_OF_ROW, zip(*self._rows, strict=True), strict=True):
+            arrays[name] = pa.array(values, type=SCHEMA.field(name).type)
         self._clear()
-        self._file.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), row_group_size=1 << 30)
+        table = pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
+        self._file.write_table(table, row_group_size=1 << 30)
 
     def _message_array(self) -> pa.ListArray:
-        fields = zip(*self._messages, strict=True) if self._messages else [()] * _MESSAGE.num_fields
-        arrays = [pa.array(values, type=entry.type) for values, entry in zip(fields, _MESSAGE, strict=True)]
+        arrays = [pa.array(values, type=entry.type) for values, entry in zip(self._messages, _MESSAGE, strict=True)]
         return pa.ListArray.from_arrays(
             pa.array(self._message_ends, type=pa.int32()), pa.StructArray.from_arrays(arrays, fields=list(_MESSAGE))
         )
@@ -246,17 +268,22 @@ def _failure(failure: RolloutFailure) -> dict[str, str]:
     return {name: text.encode("utf-8", "replace").decode() for name, text in failure.model_dump().items()}
 
 
-def _metrics_column(metrics: Mapping[str, float], residue: dict[str, Any]) -> str | None:
+def _metrics_column(metrics: dict[str, float], residue: dict[str, Any]) -> str | None:
     """Returns finite metrics as JSON; ART's reader takes no null, so that the others are in the residue alone."""
-    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    if len(finite) < len(metrics):
-        residue["metrics"] = encoded(dict(metrics), "metrics")
-    return json_text(finite) if finite else None
+    if not metrics:
+        return None
+    text = flat_json_text(metrics)
+    if text is None and not all(map(math.isfinite, metrics.values())):
+        residue["metrics"] = encoded(metrics, "metrics")
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return text or (json_text(metrics) if metrics else None)
 
 
 def _json_column(name: str, value: Any, residue: dict[str, Any], where: str) -> str | None:
     if not value:
         return None
+    if type(value) is dict and (text := flat_json_text(value)) is not None:
+        return text
     exact = encoded(value, f"{where}: {name}")
     shown = readable(exact)
     if shown != exact:
@@ -289,6 +316,9 @@ def _token_arrays(rows: list[Tokens]) -> dict[str, pa.Array]:
         offsets = [end if row is not None and len(row) else None for end, row in zip(ends, rows_or_none, strict=False)]
         return pa.ListArray.from_arrays(pa.array([*offsets, ends[-1]], type=pa.int32()), flat)
 
+    names = ("token_ids", "logprobs", "answer_lengths", "answer_versions", "prompt_token_ids")
+    if not any(row.token_ids for row in rows):
+        return {name: pa.nulls(len(rows), SCHEMA.field(name).type) for name in names}
     rows_or_none = [row.token_ids for row in rows]
     answers = [answer for row in rows for answer in row.token_ids]
     prompts = [prompt for row in rows for prompt in row.prompt_token_ids]
