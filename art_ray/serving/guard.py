@@ -25,6 +25,8 @@ TAG = "ART_RAY_ENGINE_RUN"
 """Environment variable that names the run which a process belongs to."""
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "art_ray-"
+_TRACKER = b"from multiprocessing.resource_tracker import main"
+"""In the command line of Python's resource trackers."""
 
 
 class Guard:
@@ -86,7 +88,7 @@ def kill_run(run: str) -> None:
     Python's resource trackers stay: one ends by itself when the processes it serves are gone.
     """
     segments: set[Path] = set()
-    while pids := [pid for pid, command in processes_of(run).items() if b"resource_tracker" not in command]:
+    while pids := [pid for pid, command in processes_of(run).items() if _TRACKER not in command]:
         for pid in pids:
             segments |= _mapped(pid)
             with contextlib.suppress(ProcessLookupError):
