@@ -78,7 +78,10 @@ async def gather_trajectory_groups(
             group = await _group_of(item, progress)
             return [group] if after_each is None else await _applied(after_each, group)
 
-        parts = await _together([finished(item) for item in items])
+        try:
+            parts = await _together([finished(item) for item in items])
+        finally:
+            _close(items)
     if num_dropped := sum(not part for part in parts):
         logger.info("%s: after_each dropped %d of %d groups", pbar_desc or "gather", num_dropped, len(parts))
     return [group for part in parts for group in part]
@@ -140,7 +143,10 @@ async def gather_trajectories(
             progress.done(several if several is not None else [result], num_done=1)
             return result if several is None else several
 
-        return await _together([finished(item) for item in items])
+        try:
+            return await _together([finished(item) for item in items])
+        finally:
+            _close(items)
 
 
 async def _group_of(item: Any, progress: _Progress) -> TrajectoryGroup:
@@ -199,9 +205,12 @@ async def _applied(after_each: AfterEach, group: TrajectoryGroup) -> list[Trajec
 async def _together(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Returns all results in order. On the first error, or when cancelled, cancels the rest and sees them end."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    gathered = asyncio.gather(*tasks)
+    gathered.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio complains if none looks
     try:
-        # Without the shield each cancellation of this would reach every task, the later ones in their clean-up.
-        return await asyncio.shield(asyncio.gather(*tasks))
+        # Awaiting `gathered` itself would hand each cancellation on, the second one into the clean-up of the rollouts.
+        await asyncio.wait([gathered])
+        return gathered.result()
     finally:
         for task in tasks:
             task.cancel()
@@ -318,19 +327,18 @@ def _checked_items(items: Iterable[Any], ready: tuple[type, ...], expected: str)
     listed = list(items)
     for position, item in enumerate(listed):
         if not (isinstance(item, ready) or inspect.isawaitable(item)):
-            for other in listed:
-                _close(other)
+            _close(listed)
             raise TypeError(f"{expected}; item {position} is {type(item).__name__}: {item!r:.80}")
     return listed
 
 
-def _close(item: Any) -> None:
-    """Ends a coroutine that never started, so that Python does not warn of it beside the real error."""
-    if isinstance(item, PendingTrajectoryGroup):
-        for rollout in item.items:
-            _close(rollout)
-    elif inspect.iscoroutine(item):
-        item.close()
+def _close(items: list[Any]) -> None:
+    """Ends coroutines that never started, so that Python does not warn of them beside the real error."""
+    for item in items:
+        if isinstance(item, PendingTrajectoryGroup):
+            _close(item.items)
+        elif inspect.iscoroutine(item) and inspect.getcoroutinestate(item) == inspect.CORO_CREATED:
+            item.close()
 
 
 def _check_max_exceptions(max_exceptions: int | float) -> None:

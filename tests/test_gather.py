@@ -1,17 +1,27 @@
 import asyncio
+import gc
 import math
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import warnings
 
 import pytest
 
 from art_ray import gather_trajectories, gather_trajectory_groups
 from art_ray.errors import ConfigError, TooManyExceptionsError
 from art_ray.trajectories import Trajectory, TrajectoryGroup
+
+
+@pytest.fixture(autouse=True)
+def no_complaints(caplog, recwarn):
+    """Fails a test after which an exception was looked at by nobody, or a coroutine was left unstarted."""
+    yield
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
+
 
 PROMPT = {"role": "user", "content": "yes, no or maybe?"}
 
@@ -171,6 +181,16 @@ async def test_two_groups_that_fail_at_once_leave_nothing_behind():
     assert (blocked.num_running, blocked.num_cleaned_up) == (0, 3)
 
 
+async def test_a_failure_before_the_other_rollouts_have_started_is_no_different():
+    async def fails_at_once():
+        raise ConnectionError
+
+    with pytest.raises(TooManyExceptionsError):
+        await gather_trajectory_groups([TrajectoryGroup([fails_at_once(), rollout(1.0)]) for _ in range(2)])
+    with pytest.raises(TooManyExceptionsError):
+        await gather_trajectories([fails_at_once(), rollout(1.0)])
+
+
 async def test_a_cancellation_inside_a_rollout_is_never_swallowed():
     async def cancelled():
         raise asyncio.CancelledError
@@ -237,10 +257,8 @@ async def test_what_is_no_group_is_refused_before_anything_starts():
         started.append(True)
         return await rollout(1.0)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a coroutine that was never awaited would warn
-        with pytest.raises(TypeError, match="item 1 is Trajectory"):
-            await gather_trajectory_groups([TrajectoryGroup([starts()]), await rollout(1.0)])
+    with pytest.raises(TypeError, match="item 1 is Trajectory"):
+        await gather_trajectory_groups([TrajectoryGroup([starts()]), await rollout(1.0)])
     assert not started
 
 
