@@ -78,10 +78,7 @@ async def gather_trajectory_groups(
             group = await _group_of(item, progress)
             return [group] if after_each is None else await _applied(after_each, group)
 
-        try:
-            parts = await _together([finished(item) for item in items])
-        finally:
-            _close(items)
+        parts = await _together([finished(item) for item in items])
     if num_dropped := sum(not part for part in parts):
         logger.info("%s: after_each dropped %d of %d groups", pbar_desc or "gather", num_dropped, len(parts))
     return [group for part in parts for group in part]
@@ -143,10 +140,7 @@ async def gather_trajectories(
             progress.done(several if several is not None else [result], num_done=1)
             return result if several is None else several
 
-        try:
-            return await _together([finished(item) for item in items])
-        finally:
-            _close(items)
+        return await _together([finished(item) for item in items])
 
 
 async def _group_of(item: Any, progress: _Progress) -> TrajectoryGroup:
@@ -337,7 +331,7 @@ def _close(items: list[Any]) -> None:
     for item in items:
         if isinstance(item, PendingTrajectoryGroup):
             _close(item.items)
-        elif inspect.iscoroutine(item) and inspect.getcoroutinestate(item) == inspect.CORO_CREATED:
+        elif inspect.iscoroutine(item):
             item.close()
 
 

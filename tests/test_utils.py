@@ -2,6 +2,7 @@ import asyncio
 import gc
 import logging
 import random
+import threading
 import weakref
 
 import numpy as np
@@ -154,6 +155,24 @@ class TestLimitConcurrency:
         asyncio.run(visits())
         asyncio.run(visits())
         assert crowd.most == 1
+
+    def test_event_loops_of_two_threads_do_not_wait_for_each_other(self):
+        entered, leave = threading.Event(), threading.Event()
+
+        @limit_concurrency(1)
+        async def visit(stay):
+            if stay:
+                entered.set()
+                await asyncio.to_thread(leave.wait, 60)
+
+        thread = threading.Thread(target=lambda: asyncio.run(visit(stay=True)))
+        thread.start()
+        try:
+            assert entered.wait(60)
+            asyncio.run(asyncio.wait_for(visit(stay=False), timeout=10))
+        finally:
+            leave.set()
+            thread.join()
 
     async def test_a_key_that_is_no_longer_used_is_forgotten(self):
         class Key:
