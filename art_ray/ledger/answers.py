@@ -112,9 +112,9 @@ def _encode_choice(choice: Choice, tokens: Tokens, where: str) -> tuple[MessageC
     if _take_tokens(choice, tokens, residue):
         fields.pop("token_ids"), fields.pop("prompt_token_ids")
     if choice.logprobs is not None and "lp" not in residue and "content" in choice.logprobs.model_fields_set:
-        content = choice.logprobs.content
+        scored = choice.logprobs.content
         fields["logprobs"]["content"] = (
-            None if content is None else [token.model_dump(exclude_unset=True, warnings=False) for token in content]
+            None if scored is None else [token.model_dump(exclude_unset=True, warnings=False) for token in scored]
         )
     tokens.num_answers += 1
     reason = fields.get("finish_reason")
@@ -292,7 +292,7 @@ def plain_conversation(items: MessagesAndChoices) -> tuple[tuple[str, ...], tupl
     if set(map(type, items)) != {dict} or set(map(len, items)) != {2}:  # type: ignore[arg-type]
         return None
     try:
-        roles, contents = zip(*map(_ROLE_AND_CONTENT, items), strict=True)
+        roles, contents = zip(*map(_ROLE_AND_CONTENT, items), strict=True)  # type: ignore[arg-type]
         is_ascii = all(map(str.isascii, roles)) and all(map(str.isascii, contents))
     except (KeyError, TypeError):  # other keys, or something that is no text
         return None

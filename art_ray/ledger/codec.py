@@ -35,21 +35,38 @@ _BY_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "uuid": (UUID, str, UUID),
     "path": (PurePath, lambda value: value.as_posix(), PurePosixPath),
 }
-_BY_LIST: dict[str, tuple[type, Callable[[Any], Any]]] = {
+_BY_LIST: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, tuple),
     "set": (set, set),
     "frozenset": (frozenset, frozenset),
 }
 
 
-def encoded(value: Any, where: str, depth: int = 0) -> Any:
+class _RefusedError(Exception):
+    """A value that has no encoding; collects the way to it while it rises."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self.way: list[object] = []
+
+
+def encoded(value: Any, where: str) -> Any:
     """Returns `value` as plain JSON types; `decoded` gives back an equal value.
 
     numpy and torch scalars become the number they hold, arrays and tensors nested lists.
 
     Raises:
-        TypeError: a value of a type that could not be read back; `where` says which it is.
+        TypeError: a value of a type that could not be read back, or nesting without end; `where` and the message say
+            which it is.
     """
+    try:
+        return _encoded(value, 0)
+    except _RefusedError as refused:
+        way = "".join(f"[{step!r:.40}]" for step in reversed(refused.way[-5:]))
+        raise TypeError(f"{where}{way} {refused.reason}") from None
+
+
+def _encoded(value: Any, depth: int) -> Any:
     kind = type(value)
     if kind is str or kind is bool or value is None:
         return value
@@ -58,21 +75,30 @@ def encoded(value: Any, where: str, depth: int = 0) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
     if depth > MAX_DEPTH:
-        raise TypeError(f"{where} is nested more than {MAX_DEPTH} levels deep, or contains itself")
+        raise _RefusedError(f"is nested more than {MAX_DEPTH} levels deep, or contains itself")
     if kind is list:
-        return [encoded(item, where, depth + 1) for item in value]
+        return [_encoded(item, depth + 1) for item in value]
     if isinstance(value, dict):
-        if TAG not in value and all(type(key) is str for key in value):
-            return {key: encoded(item, f"{where}[{key!r:.40}]", depth + 1) for key, item in value.items()}
-        pairs = [[encoded(key, where, depth + 1), encoded(item, where, depth + 1)] for key, item in value.items()]
-        return {TAG: "dict", "v": pairs}
-    return _encoded_other(value, where, depth)
+        return _encoded_dict(value, depth)
+    return _encoded_other(value, depth)
 
 
-def _encoded_other(value: Any, where: str, depth: int) -> Any:
-    for tag, (kind, _) in _BY_LIST.items():
-        if isinstance(value, kind):
-            return {TAG: tag, "v": [encoded(item, where, depth + 1) for item in value]}
+def _encoded_dict(value: dict[Any, Any], depth: int) -> Any:
+    has_text_keys = TAG not in value and set(map(type, value)) <= {str}
+    pairs = []
+    for key, item in value.items():
+        try:
+            pairs.append([key if has_text_keys else _encoded(key, depth + 1), _encoded(item, depth + 1)])
+        except _RefusedError as refused:
+            refused.way.append(key)
+            raise
+    return dict(pairs) if has_text_keys else {TAG: "dict", "v": pairs}
+
+
+def _encoded_other(value: Any, depth: int) -> Any:
+    for tag, (types, _) in _BY_LIST.items():
+        if isinstance(value, types):
+            return {TAG: tag, "v": [_encoded(item, depth + 1) for item in value]}
     for tag, (kind, to_text, _) in _BY_TEXT.items():
         if isinstance(value, kind):
             return {TAG: tag, "v": to_text(value)}
@@ -81,14 +107,17 @@ def _encoded_other(value: Any, where: str, depth: int) -> Any:
         return str.__str__(value)
     for plain in (int, float, list):
         if isinstance(value, plain):
-            return encoded(plain(value), where, depth)  # type: ignore[arg-type]
-    number = as_number(value)
-    if number is not value:
-        return encoded(number, where, depth)
-    if callable(getattr(value, "tolist", None)):
-        return encoded(value.tolist(), where, depth + 1)
-    raise TypeError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which could not be read back: "
+            return _encoded(plain(value), depth + 1)  # type: ignore[arg-type]
+    try:
+        number = as_number(value)
+        if number is not value:
+            return _encoded(number, depth + 1)
+        if callable(getattr(value, "tolist", None)):
+            return _encoded(value.tolist(), depth + 1)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor without data, for one
+        raise _RefusedError(f"is a {type(value).__qualname__} that gives no numbers: {error}") from None
+    raise _RefusedError(
+        f"is a {type(value).__module__}.{type(value).__qualname__}, which could not be read back: "
         "log text, numbers, lists and dicts of them (a pydantic model: its .model_dump())"
     )
 

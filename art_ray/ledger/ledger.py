@@ -9,7 +9,6 @@ import operator
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,9 +30,10 @@ from art_ray.ledger.files import (
 )
 from art_ray.ledger.history import History
 from art_ray.ledger.metrics import BUILT_IN, StepMetrics, checked_metrics, warn_of_built_in
-from art_ray.ledger.parquet import GroupWriter, file_metadata
+from art_ray.ledger.parquet import file_metadata
+from art_ray.ledger.parquet_writer import GroupWriter
 from art_ray.ledger.paths import model_dir, step_files, validate_part
-from art_ray.ledger.reporters import Reporting, checked_reporters
+from art_ray.ledger.reporters import Reporting, Subject, checked_reporters
 from art_ray.ledger.state import State
 from art_ray.trajectories import TrajectoryGroup
 from art_ray.types import FrozenConfig
@@ -112,9 +112,8 @@ class Ledger:
         self.folder = model_dir(config.base_path, config.project, config.name)
         self._history = History(self.folder / "history.jsonl")
         self._state = State(self.folder)
-        self._reporting = Reporting(
-            checked_reporters(config.report_metrics), self.folder, config.project, config.name, config.model_json
-        )
+        subject = Subject(self.folder, config.project, config.name, _without_secrets(config))
+        self._reporting = Reporting(checked_reporters(config.report_metrics), subject)
         self._lock = threading.RLock()
         self._model_written = False
         self._receipts: OrderedDict[str, LogReceipt] = OrderedDict()
@@ -194,7 +193,12 @@ class Ledger:
         self._reporting.close(timeout_s)
 
     def _log(
-        self, groups: Iterable[TrajectoryGroup] | None, split: str, step: int, given: dict[str, float], request_id: str | None
+        self,
+        groups: Iterable[TrajectoryGroup] | None,
+        split: str,
+        step: int,
+        given: dict[str, float],
+        request_id: str | None,
     ) -> LogReceipt:
         remaining = iter(groups if groups is not None else ())
         first = next(remaining, None)

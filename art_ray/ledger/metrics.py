@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from art_ray.trajectories import TrajectoryGroup, as_number
 from art_ray.types import Outcome
@@ -81,7 +80,7 @@ class StepMetrics:
         self._num_trajectories = 0
         self._num_exceptions = 0
 
-    def add(self, group: TrajectoryGroup, rows: list[tuple[float, Mapping[str, float]]]) -> None:
+    def add(self, group: TrajectoryGroup, rows: Sequence[tuple[float, Mapping[str, float]]]) -> None:
         """Takes one group; `rows` are the checked reward and metrics of each of its trajectories."""
         scored = [reward for reward, _ in rows if math.isfinite(reward)]
         self._rewards += scored

@@ -60,7 +60,7 @@ def model_dir(base_path: str | os.PathLike[str], project: str, name: str) -> Pat
 
 
 def parquet_name(step: int, copy: int = 0) -> str:
-    """Returns the name of the trajectories of `step`: `0007.parquet`, then `0007.001.parquet`, …"""
+    """Returns the name of the trajectories of `step`: first `0007.parquet`, then `0007.001.parquet` and so on."""
     return f"{step:04d}.{copy:03d}.parquet" if copy else f"{step:04d}.parquet"
 
 

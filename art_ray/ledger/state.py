@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class State:
     """The `state.json` in a model's folder. Any number of processes may read and change it.
 
-    Keys: `requests`, the latest log requests that wrote no parquet file; `reporters`, by name, what each needs to resume
-    (`run_id` of wandb; `sent_bytes`, the part of the history that has been sent).
+    Keys: `requests`, the latest log requests that wrote no parquet file; `reporters`, by name, what each needs to
+    resume (`run_id` of wandb; `sent_bytes`, the part of the history that has been sent).
     """
 
     def __init__(self, folder: Path) -> None:

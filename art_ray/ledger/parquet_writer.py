@@ -1,0 +1,281 @@
+"""Writing trajectory groups to parquet, one row group in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from art_ray.ledger.answers import Tokens, conversation_columns, plain_conversation
+from art_ray.ledger.codec import encoded, flat_json_text, is_encodable_text, json_text, readable
+from art_ray.ledger.metrics import checked_metrics, checked_number
+from art_ray.ledger.parquet import MESSAGE, NUM_GROUPS_KEY, ROWLESS_KEY, SCHEMA
+from art_ray.trajectories import History, RolloutFailure, Trajectory, TrajectoryGroup, has_spread
+from art_ray.types import Outcome
+
+__all__ = ["GroupWriter"]
+
+ROWS_AT_ONCE = 2048
+"""Rows of one row group, at most; memory holds one row group while writing."""
+CHARACTERS_AT_ONCE = 32 << 20
+"""A row group also ends when its texts reach this length; a single row may be longer."""
+_OF_TRAJECTORY = (
+    "metrics", "metadata", "tools", "logs", "duration", "num_answers", "finish_reason", "policy_version", "residue"
+)  # fmt: skip
+_OF_ROW = (
+    "group_index", "group_metadata", "group_metrics", "group_logs", "reward", *_OF_TRAJECTORY, "outcome",
+    "group_exceptions", "group_residue",
+)  # fmt: skip
+"""The columns that a row is made of, in the order in which the writer keeps them; the others come from lists."""
+
+
+_REPEATED = [
+    "group_index", "group_metadata", "group_metrics", "outcome", "finish_reason", "policy_version", "tools",
+    "messages.list.element.role",
+]  # fmt: skip
+"""Dictionaries pay where values repeat; free text and token ids do not, and hashing them takes a third of the time."""
+
+
+class GroupWriter:
+    """Writes groups to a parquet file as they come, one row group in memory at a time.
+
+    Args:
+        path: the file; it is complete only after `close`.
+        for_training: whether rows say what training will make of them, as far as logging knows.
+    """
+
+    def __init__(self, path: Path, *, for_training: bool = False) -> None:
+        self._file = pq.ParquetWriter(path, SCHEMA, compression="zstd", use_dictionary=_REPEATED)
+        self._for_training = for_training
+        self._rowless: list[tuple[int, dict[str, Any]]] = []
+        self._num_groups = 0
+        self._clear()
+
+    def write(self, group: TrajectoryGroup) -> tuple[list[tuple[float, dict[str, float]]], list[Outcome]]:
+        """Adds a group; returns the checked reward and metrics of each trajectory, and the outcome of each rollout.
+
+        Raises:
+            TypeError: a value in it is no number where one is needed, or could not be read back.
+        """
+        index, where = self._num_groups, f"group {self._num_groups}"
+        if not isinstance(group, TrajectoryGroup):
+            raise TypeError(f"{where} is {type(group).__name__}, not a TrajectoryGroup: {group!r:.80}")
+        shared, residue = _group_columns(group, where)
+        checked = [_checked(trajectory, f"{where}, trajectory {i}") for i, trajectory in enumerate(group.trajectories)]
+        spread = has_spread([reward for reward, _ in checked if math.isfinite(reward)])
+        outcomes = []
+        failures = [_failure(failure) for failure in group.exceptions]
+        for i, (trajectory, (reward, metrics)) in enumerate(zip(group.trajectories, checked, strict=True)):
+            tokens, columns = self._columns_of(trajectory, metrics, f"{where}, trajectory {i}")
+            outcomes.append(outcome := self._outcome(reward, tokens, spread))
+            of_first = (failures or None, residue) if i == 0 else (None, None)
+            self._rows.append((index, *shared.values(), reward, *columns, str(outcome), *of_first))
+        if not group.trajectories:
+            self._rowless.append((index, {**shared, "group_exceptions": failures, "group_residue": residue}))
+        self._num_groups += 1
+        if len(self._rows) >= ROWS_AT_ONCE or self._characters >= CHARACTERS_AT_ONCE:
+            self._flush()
+        return checked, outcomes + [Outcome.FAILED] * len(failures)
+
+    def close(self, metadata: Mapping[str, str]) -> None:
+        """Writes what is left and the end of the file, with `metadata` in it."""
+        self._flush()
+        own = {NUM_GROUPS_KEY: str(self._num_groups), ROWLESS_KEY: json_text(self._rowless)}
+        self._file.add_key_value_metadata({**metadata, **own})
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Lets go of the file, which is to be deleted."""
+        with contextlib.suppress(OSError):  # the disk that made us give up may refuse this, too
+            self._file.close()
+
+    def _outcome(self, reward: float, tokens: Tokens, spread: bool) -> Outcome:
+        if not math.isfinite(reward):
+            return Outcome.NOT_SCORED
+        if not self._for_training:
+            return Outcome.SCORED
+        if not tokens.token_ids:
+            return Outcome.NO_LOGPROBS
+        return Outcome.SCORED if spread else Outcome.NO_SPREAD
+
+    def _columns_of(
+        self, trajectory: Trajectory, metrics: dict[str, float], where: str
+    ) -> tuple[Tokens, tuple[Any, ...]]:
+        """Returns the tokens of a trajectory and its columns `_OF_TRAJECTORY`; keeps its messages and tokens."""
+        tokens = Tokens()
+        residue: dict[str, Any] = {}
+        self._add_messages(trajectory, tokens, residue, where)
+        if trajectory.additional_histories:
+            residue["histories"] = [
+                _history(history, tokens, f"{where}, history {i}")
+                for i, history in enumerate(trajectory.additional_histories)
+            ]
+        metadata = _json_column("metadata", trajectory.metadata, residue, where)
+        tools = _json_column("tools", trajectory.tools, residue, where)
+        if trajectory.tools is not None and not trajectory.tools:
+            residue["tools"] = []
+        duration = metrics.get("duration")
+        columns = (
+            _metrics_column(metrics, residue),
+            metadata,
+            tools,
+            _texts_column("logs", trajectory.logs, residue, where),
+            None if duration is None else float(duration),
+            tokens.num_answers,
+            tokens.finish_reason,
+            min(tokens.versions, default=None),
+            rest := json_text(residue) if residue else None,
+        )
+        self._tokens.append(tokens)
+        self._characters += sum(len(text) for text in (metadata, tools, rest) if text)
+        if tokens.prompt_token_ids:
+            self._characters += 4 * sum(map(len, tokens.prompt_token_ids))
+        return tokens, columns
+
+    def _add_messages(self, trajectory: Trajectory, tokens: Tokens, residue: dict[str, Any], where: str) -> None:
+        plain = plain_conversation(trajectory.messages_and_choices)
+        if plain is not None:
+            roles, contents = plain
+            absent = [None] * len(roles)
+            fields: Any = roles, contents, absent, absent, [False] * len(roles)
+            self._characters += sum(map(len, contents))
+        else:
+            columns, in_messages = conversation_columns(trajectory.messages_and_choices, tokens, where)
+            if in_messages:
+                residue["messages"] = in_messages
+            fields = zip(*columns, strict=True)
+            self._characters += sum(len(column[1]) for column in columns if column[1])
+        for kept, values in zip(self._messages, fields, strict=False):  # no fields at all: an empty conversation
+            kept += values
+        self._message_ends.append(len(self._messages[0]))
+
+    def _clear(self) -> None:
+        self._rows: list[tuple[Any, ...]] = []
+        self._messages: list[list[Any]] = [[] for _ in MESSAGE]
+        self._message_ends = [0]
+        self._tokens: list[Tokens] = []
+        self._characters = 0
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        arrays = {"messages": self._message_array(), **_token_arrays(self._tokens)}
+        for name, values in zip(_OF_ROW, zip(*self._rows, strict=True), strict=True):
+            arrays[name] = pa.array(values, type=SCHEMA.field(name).type)
+        self._clear()
+        table = pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
+        self._file.write_table(table, row_group_size=1 << 30)
+
+    def _message_array(self) -> pa.ListArray:
+        arrays = [pa.array(values, type=entry.type) for values, entry in zip(self._messages, MESSAGE, strict=True)]
+        return pa.ListArray.from_arrays(
+            pa.array(self._message_ends, type=pa.int32()), pa.StructArray.from_arrays(arrays, fields=list(MESSAGE))
+        )
+
+
+def _checked(trajectory: Trajectory, where: str) -> tuple[float, dict[str, float]]:
+    return float(checked_number(trajectory.reward, f"{where}: reward")), checked_metrics(
+        trajectory.metrics, f"{where}: metrics"
+    )
+
+
+def _group_columns(group: TrajectoryGroup, where: str) -> tuple[dict[str, Any], str | None]:
+    residue: dict[str, Any] = {}
+    columns = {
+        "group_metadata": _json_column("metadata", group.metadata, residue, where),
+        "group_metrics": _metrics_column(checked_metrics(group.metrics, f"{where}: metrics"), residue),
+        "group_logs": _texts_column("logs", group.logs, residue, where),
+    }
+    encodable = [failure for failure in group.exceptions if not _is_encodable(failure)]
+    if encodable:
+        residue["exceptions"] = [failure.model_dump() for failure in group.exceptions]
+    return columns, json_text(residue) if residue else None
+
+
+def _is_encodable(failure: RolloutFailure) -> bool:
+    return all(is_encodable_text(text) for text in (failure.type, failure.message, failure.traceback))
+
+
+def _failure(failure: RolloutFailure) -> dict[str, str]:
+    return {name: text.encode("utf-8", "replace").decode() for name, text in failure.model_dump().items()}
+
+
+def _metrics_column(metrics: dict[str, float], residue: dict[str, Any]) -> str | None:
+    """Returns finite metrics as JSON; ART's reader takes no null, so that the others are in the residue alone."""
+    if not metrics:
+        return None
+    text = flat_json_text(metrics)
+    if text is None and not all(map(math.isfinite, metrics.values())):
+        residue["metrics"] = encoded(metrics, "metrics")
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return text or (json_text(metrics) if metrics else None)
+
+
+def _json_column(name: str, value: Any, residue: dict[str, Any], where: str) -> str | None:
+    if not value:
+        return None
+    if type(value) is dict and (text := flat_json_text(value)) is not None:
+        return text
+    exact = encoded(value, f"{where}: {name}")
+    shown = readable(exact)
+    if shown != exact:
+        residue[name] = exact
+    return json_text(shown)
+
+
+def _texts_column(name: str, texts: list[str], residue: dict[str, Any], where: str) -> list[str] | None:
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"{where}: a line of {name} must be a text, got {type(text).__name__}: {text!r:.80}")
+    if all(map(is_encodable_text, texts)):
+        return list(texts) or None
+    residue[name] = list(texts)
+    return [text.encode("utf-8", "replace").decode() for text in texts]
+
+
+def _history(history: History, tokens: Tokens, where: str) -> dict[str, Any]:
+    columns, residues = conversation_columns(history.messages_and_choices, tokens, where)
+    kept = {"messages": columns, "residues": residues}
+    return kept if history.tools is None else {**kept, "tools": encoded(history.tools, f"{where}: tools")}
+
+
+def _token_arrays(rows: list[Tokens]) -> dict[str, pa.Array]:
+    """Returns the token columns; a row without sampled tokens has null in each."""
+
+    def lists(per_row: list[Any], flat: pa.Array) -> pa.ListArray:
+        ends = np.cumsum([0, *map(len, per_row)]).tolist()
+        # In a list array, a null offset makes the row that starts there null.
+        offsets = [end if row is not None and len(row) else None for end, row in zip(ends, rows_or_none, strict=False)]
+        return pa.ListArray.from_arrays(pa.array([*offsets, ends[-1]], type=pa.int32()), flat)
+
+    names = ("token_ids", "logprobs", "answer_lengths", "answer_versions", "prompt_token_ids")
+    if not any(row.token_ids for row in rows):
+        return {name: pa.nulls(len(rows), SCHEMA.field(name).type) for name in names}
+    rows_or_none = [row.token_ids for row in rows]
+    answers = [answer for row in rows for answer in row.token_ids]
+    prompts = [prompt for row in rows for prompt in row.prompt_token_ids]
+    tokens_per_row = [range(sum(map(len, row.token_ids))) for row in rows]
+    prompt_ends = pa.array(np.cumsum([0, *map(len, prompts)]), type=pa.int32())
+    return {
+        "token_ids": lists(tokens_per_row, pa.array(_joined(answers, np.int32))),
+        "logprobs": lists(
+            tokens_per_row, pa.array(_joined([values for row in rows for values in row.logprobs], np.float32))
+        ),
+        "answer_lengths": lists(rows_or_none, pa.array([len(answer) for answer in answers], type=pa.int32())),
+        "answer_versions": lists(
+            rows_or_none, pa.array([version for row in rows for version in row.versions], type=pa.int64())
+        ),
+        "prompt_token_ids": lists(
+            rows_or_none, pa.ListArray.from_arrays(prompt_ends, pa.array(_joined(prompts, np.int32)))
+        ),
+    }
+
+
+def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.empty(0, dtype)
