@@ -128,7 +128,7 @@ class RayBackend:
 
     async def _open_ledger(self, model: Model) -> ActorLedger:
         """Returns the ledger of `model` as an actor on this node."""
-        await asyncio.to_thread(self._connect)
+        self._connect()
         config = model._ledger_config()
         here = config.updated({"base_path": _absolute(config.base_path)})
         ledger = ActorLedger(here, timeout_s=self._deadlines.ledger_s)
@@ -137,7 +137,7 @@ class RayBackend:
 
     async def _prepare_backend_for_training(self, model: TrainableModel) -> tuple[str, str]:
         """Starts trainer and replicas from the newest complete checkpoint; returns the API's base URL and key."""
-        await asyncio.to_thread(self._connect)
+        self._connect()
         async with self._starting:
             running = self._models.get(_key(model))
             if running is None:
@@ -169,13 +169,14 @@ class RayBackend:
     # ── its parts ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _connect(self) -> None:
+        # In the caller's own thread: only the main thread can take over SIGTERM, which ends a job in order.
         if not self._registered_exit:
             self._registered_exit = True
             atexit.register(self._end_at_exit)
         if ray.is_initialized():
             return
         local = self._address == "local"
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         if local:
             # Trainer and engine take turns, so that a logical core for each is there even on one real one.
             options |= {"include_dashboard": False, "num_cpus": max(2, os.cpu_count() or 1)}

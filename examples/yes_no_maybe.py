@@ -79,23 +79,22 @@ def show_curve(model: art_ray.TrainableModel) -> None:
 
     folder = Path(model.base_path, model.project, "models", model.name).absolute()
     figure, axes = plt.subplots(figsize=(7, 4))
-    plotext.clear_figure()
+    terminal = plotext.figure
     history = model.history()
-    for split in ("train", "val"):
+    for split, marker in (("train", "braille"), ("val", "o")):
         if f"{split}/reward" not in history.columns:
             continue
         rows = history.drop_nulls(f"{split}/reward").group_by("step", maintain_order=True).mean()
         steps, rewards = rows["step"].to_list(), rows[f"{split}/reward"].to_list()
         axes.plot(steps, rewards, marker="o", label=split)
-        plotext.plot(steps, rewards, label=split, marker="braille")
+        terminal.draw(terminal.signal(steps, rewards, marker=marker).lines().label(split))
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title=f"{model.project}/{model.name}")
     axes.legend()
     figure.savefig(folder / "reward.png", dpi=120, bbox_inches="tight")
-    plotext.plot_size(80, 18)
-    plotext.title("mean reward by step")
-    plotext.ylim(0, 1.05)
-    plotext.theme("clear")
-    plotext.show()
+    terminal.plot_size(80, 18)
+    terminal.title("mean reward by step")
+    terminal.ruler("y").lim(0, 1.05)
+    terminal.show(colorless=True)
     print(f"\nhistory       {folder / 'history.jsonl'}\ntrajectories  {folder / 'trajectories'}")
     print(f"checkpoints   {folder / 'checkpoints'}\ncurve         {folder / 'reward.png'}")
 
