@@ -16,16 +16,18 @@ help: ## lists the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------
-# .venv/.installed holds a hash of what was installed, and is written last; .venv/.unfinished lies there while an
-# installation runs. One that was interrupted may have left packages that look whole, so the next one starts afresh.
+# .venv/.installed says for which folder, lock and pyproject.toml it was made, and is written last; .venv/.unfinished lies
+# there while an installation runs. One that was interrupted may have left packages that look whole, and one that was moved
+# has scripts that point elsewhere: the next one starts afresh.
 
 PYTHONS := $(or $(PYTHON),python3.11 python3.12 python3)
 SUPPORTED := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 
 install: ## creates .venv from the lock (again only when it changed) and prepares the small model
-	@wanted="$$(cat $(LOCK) pyproject.toml <(pwd) | sha256sum)"
-	if [[ "$$(cat $(VENV)/.installed 2>/dev/null)" != "$$wanted" ]]; then
-	  if [[ -e $(VENV)/.unfinished ]]; then rm -rf $(VENV); fi
+	@wanted="$$PWD $$(cat $(LOCK) pyproject.toml | sha256sum)"
+	installed="$$(cat $(VENV)/.installed 2>/dev/null || true)"
+	if [[ "$$installed" != "$$wanted" ]]; then
+	  if [[ -e $(VENV)/.unfinished || ( -n "$$installed" && "$$installed" != "$$PWD "* ) ]]; then rm -rf $(VENV); fi
 	  if [[ ! -x $(PY) ]]; then
 	    python=
 	    for candidate in $(PYTHONS); do
