@@ -135,11 +135,12 @@ class TestTrajectory:
         trajectory = Trajectory([])
         async with trajectory.track_duration("judge"):
             pass
-        first = trajectory.metrics["judge_duration"]
+        assert 0 < trajectory.metrics["judge_duration"] < 60
+        trajectory.metrics["judge_duration"] = 100.0
         with pytest.raises(ConnectionError):
             async with trajectory.track_duration("judge"):
                 raise failure()
-        assert trajectory.metrics["judge_duration"] > first > 0
+        assert 100 < trajectory.metrics["judge_duration"] < 160
 
     def test_log_adds_a_line(self):
         trajectory = Trajectory([])
