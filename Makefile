@@ -43,8 +43,8 @@ install: ## creates .venv from the lock (again only when it changed) and prepare
 	  fi
 	  touch $(VENV)/.unfinished && rm -f $(VENV)/.installed
 	  echo "installing $$(grep -c '==' $(LOCK)) packages into $(VENV) (about two minutes and 5 GB)"
-	  $(PY) -m pip install --disable-pip-version-check --quiet --no-deps -r $(LOCK)
-	  $(PY) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	  $(PY) -m pip install --disable-pip-version-check -qq --no-deps -r $(LOCK)
+	  $(PY) -m pip install --disable-pip-version-check -qq --no-deps --no-build-isolation -e .
 	  echo "$$wanted" > $(VENV)/.installed && rm $(VENV)/.unfinished
 	fi
 	$(PY) -m examples.small_model > /dev/null
