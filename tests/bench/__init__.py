@@ -12,6 +12,10 @@ from dataclasses import dataclass
 BENCHMARKS: dict[str, Benchmark] = {}
 
 
+class CannotMeasureError(Exception):
+    """The benchmark needs what this machine lacks; the message says what and how to get it."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """One run: our figure, and that of whatever it is compared with in the same run, if anything."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tests.bench
-from tests.bench import BENCHMARKS, Benchmark
+from tests.bench import BENCHMARKS, Benchmark, CannotMeasureError
 
 RESULTS = Path("bench.json")
 
@@ -60,8 +60,12 @@ def main(only: str | None) -> None:
     if only is not None and only not in BENCHMARKS:
         raise SystemExit(f"there is no benchmark {only!r}; there are: {', '.join(sorted(BENCHMARKS))}")
     for name in sorted(BENCHMARKS) if only is None else [only]:
-        entry = measured(BENCHMARKS[name])
-        print(f"\n{name}")
+        print(f"\n{name}", flush=True)
+        try:
+            entry = measured(BENCHMARKS[name])
+        except CannotMeasureError as reason:
+            print(f"  skipped    {reason}")
+            continue
         for key, value in entry.items():
             print(f"  {key:10} {f'{value:.4g}' if isinstance(value, float) else value}")
         entries = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
