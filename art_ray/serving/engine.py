@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from art_ray.errors import ArtRayError, DeadlineError, EngineError, ServingError
+from art_ray.errors import ArtRayError, ConfigError, DeadlineError, EngineError, ServingError
 from art_ray.serving.adapter import AdapterVersion, LoadedVersion, digest
 from art_ray.serving.canary import Canary, check_canary, probe
 from art_ray.serving.front import Application, Front, FrontLimits
@@ -56,7 +56,7 @@ class Engine:
         self._loading = asyncio.Lock()
         self._stop = asyncio.Event()
         self._base: BaseWeights | None = None
-        """Merged weights only: what each adapter is added to."""
+        """What each adapter is added to, or compared with; None where the base model's files cannot be read."""
         self._canaries: dict[int | None, Canary] = {}
         """By version; None is the base model."""
 
@@ -174,8 +174,11 @@ class Engine:
 
         self._loop = asyncio.get_running_loop()
         self._canaries[None] = Canary(await self._server.canary(None), {})
-        if self._server.weights == "merged":
+        try:
             self._base = BaseWeights(self._server.base_folder())
+        except ConfigError:
+            if self._server.weights == "merged":
+                raise
         sock = bound_socket(self._spec.host)
         config = uvicorn.Config(
             self._front(await self._server.application()), log_config=None, access_log=False, lifespan="on", ws="none"
@@ -209,6 +212,7 @@ class Engine:
             limits=limits,
             failure=self._failure,
             on_left=self._unload_idle,
+            refused_fields=self._server.refused_fields,
             pins=self._server.weights == "adapter",
         )
 
@@ -254,6 +258,8 @@ class Engine:
 
     async def _load_beside(self, adapter: AdapterVersion) -> float:
         """Loads an adapter beside those that are held; returns how far the canary's answer moved."""
+        if self._base is not None:
+            await asyncio.to_thread(self._base.check, adapter)
         await self._gate.until_room(self._spec.serving.max_versions)
         await self._unload_idle()
         directory = self._directory(adapter.step)

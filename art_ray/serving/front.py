@@ -11,8 +11,9 @@ import asyncio
 import hmac
 import json
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from art_ray.errors import VersionNotServedError
@@ -74,6 +75,7 @@ class Front:
         limits: bounds of one request.
         failure: returns why the engine cannot answer (its last words), or None while it can.
         on_left: awaited after each generating request, so that versions nobody needs any more can be unloaded.
+        refused_fields: fields of a request that would harm the engine, each with the reason; None and False pass.
         pins: whether a holder's first version is kept for it; without, each request is answered by the current one.
     """
 
@@ -87,6 +89,7 @@ class Front:
         limits: FrontLimits,
         failure: Callable[[], str | None] = lambda: None,
         on_left: Callable[[], Awaitable[None]] | None = None,
+        refused_fields: Mapping[str, str] = MappingProxyType({}),
         pins: bool = True,
     ) -> None:
         self._app = app
@@ -96,6 +99,7 @@ class Front:
         self._limits = limits
         self._failure = failure
         self._on_left = on_left
+        self._refused_fields = refused_fields
         self._pins = pins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,6 +176,9 @@ class Front:
             ) from None
 
     async def _generate(self, scope: Scope, receive: Receive, send: _Sending, request: dict[str, Any]) -> None:
+        for name, reason in self._refused_fields.items():
+            if (value := request.get(name)) is not None and value is not False:  # 0 asks for something
+                raise RefusedError(400, "invalid_request_error", f"{name!r} is refused: {reason}", name)
         holder = _holder(scope) if self._pins else None
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):

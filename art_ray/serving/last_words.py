@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections import deque
@@ -10,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = ["LastWords"]
+
+_PREFIX = re.compile(r"^(\((\w+ )*pid=\d+\) )?((ERROR|CRITICAL|WARNING|INFO) [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?)?")
+"""What vLLM writes before each line."""
 
 
 class LastWords:
@@ -67,7 +71,12 @@ class LastWords:
 
 
 def _reason(lines: list[str]) -> list[str]:
-    """Returns the part from the first traceback on, or the last lines; at most 60 of them, the end always."""
-    first = next((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), None)
-    part = lines[first:] if first is not None else lines[-20:]
-    return part if len(part) <= 60 else [*part[:20], "…", *part[-40:]]
+    """Returns what tells why: the first traceback, where it begins and how it ends; or the last lines."""
+    lines = [_PREFIX.sub("", line)[:300] for line in lines]
+    begins = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if not begins:
+        return lines[-20:]
+    first = lines[begins[0] + 1 :]
+    length = next((i + 1 for i, line in enumerate(first) if line[:1].strip()), len(first))
+    traceback = lines[begins[0] : begins[0] + 1 + length]
+    return traceback if len(traceback) <= 30 else [*traceback[:4], "  …", *traceback[-16:]]

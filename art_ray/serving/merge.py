@@ -32,6 +32,25 @@ class BaseWeights:
         self._folder = folder
         self._file_of = self._tensor_names()
 
+    def check(self, adapter: AdapterVersion) -> None:
+        """Raises `ServingError` where the adapter's shapes are not those of the base model's weights.
+
+        An engine that is given an adapter for a smaller model fills up with zeros and says nothing. Modules that the
+        checkpoint knows by another name than the adapter are not compared.
+        """
+        from safetensors import safe_open
+
+        transposed = bool(adapter.config.get("fan_in_fan_out"))
+        wanted = {
+            _weight_name(module): (b.shape[0], a.shape[1])[:: -1 if transposed else 1]
+            for module, (a, b) in lora_pairs(adapter).items()
+        }
+        for file in sorted({self._file_of[name] for name in wanted if name in self._file_of}):
+            with safe_open(self._folder / file, framework="pt") as opened:
+                for name, shape in wanted.items():
+                    if self._file_of.get(name) == file:
+                        _check_shape(adapter, name, tuple(opened.get_slice(name).get_shape()), shape)
+
     def write_merged(self, adapter: AdapterVersion, directory: Path, dtype: str) -> None:
         """Writes a checkpoint of base weights plus `adapter` to `directory`, its tensors as `dtype`.
 
@@ -42,6 +61,7 @@ class BaseWeights:
         from safetensors import safe_open
         from safetensors.torch import save_file
 
+        self.check(adapter)
         deltas = self._deltas(adapter)
         directory.mkdir(parents=True, mode=0o700)
         for entry in self._folder.iterdir():
@@ -54,7 +74,7 @@ class BaseWeights:
                 for name in opened.keys():  # noqa: SIM118 - not a dict
                     tensor = opened.get_tensor(name)
                     if name in deltas:
-                        tensor = _sum(adapter, name, tensor, deltas.pop(name))
+                        tensor = _sum(tensor, deltas.pop(name))
                     tensors[name] = tensor.to(target).contiguous() if tensor.is_floating_point() else tensor
             save_file(tensors, directory / file, metadata={"format": "pt"})
         if (self._folder / _INDEX).exists():
@@ -72,7 +92,7 @@ class BaseWeights:
         scale, transposed = lora_scale(config), bool(config.get("fan_in_fan_out"))
         deltas = {}
         for module, (a, b) in lora_pairs(adapter).items():
-            name = f"{module.removeprefix('base_model.model.')}.weight"
+            name = _weight_name(module)
             if name not in self._file_of:
                 raise ServingError(
                     f"version {adapter.step} adapts {module}, but the base model in {self._folder} has no weight "
@@ -100,13 +120,19 @@ class BaseWeights:
         return found
 
 
-def _sum(adapter: AdapterVersion, name: str, weight: Any, delta: Any) -> Any:
+def _sum(weight: Any, delta: Any) -> Any:
     scale, a, b, transposed = delta
     product = b.float() @ a.float()
-    product = product.T if transposed else product
-    if product.shape != weight.shape:
+    return weight.float() + scale * (product.T if transposed else product)
+
+
+def _weight_name(module: str) -> str:
+    return f"{module.removeprefix('base_model.model.')}.weight"
+
+
+def _check_shape(adapter: AdapterVersion, name: str, base: tuple[int, ...], adapted: tuple[int, ...]) -> None:
+    if base != adapted:
         raise ServingError(
-            f"version {adapter.step} has an adapter of shape {tuple(product.shape)} for {name!r}, "
-            f"which the base model has as {tuple(weight.shape)}: it was made for another base model"
+            f"version {adapter.step} has an adapter of shape {adapted} for {name!r}, "
+            f"which the base model has as {base}: it was made for another base model"
         )
-    return weight.float() + scale * product

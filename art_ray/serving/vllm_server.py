@@ -115,6 +115,14 @@ class VLLMServer:
         """Returns the name under which vLLM knows a loaded version."""
         return f"{self._spec.name}@{step}" if self.weights == "adapter" else self._spec.name
 
+    @property
+    def refused_fields(self) -> dict[str, str]:
+        """Fields of a request that would harm the engine, each with the reason."""
+        if self.weights == "merged":
+            return {}
+        reason = "log-probabilities of the prompt cannot be computed while adapters are served (vllm #16668)"
+        return {"prompt_logprobs": reason, "prompt_logprob_token_ids": reason, "echo": reason}
+
     async def add(self, adapter: AdapterVersion, directory: Path) -> None:
         """Loads an adapter that lies in `directory`, under a name that was never used before.
 
@@ -167,23 +175,25 @@ class VLLMServer:
         raise EngineError("the prefix cache of the old weights could not be dropped: a request is still running")
 
     async def canary(self, step: int | None) -> list[float]:
-        """Returns the log-probabilities of a fixed prompt under a loaded adapter, or under the engine's own weights."""
+        """Returns log-probabilities of some tokens after a fixed prompt, under an adapter or the engine's weights."""
         from vllm import SamplingParams
 
+        # Log-probabilities of the prompt itself would be simpler, but with an adapter vLLM computes them by the wrong
+        # mapping, and dies if other requests run (vllm #16668; seen with 0.32).
         vocabulary = self._engine.model_config.get_vocab_size()
         count = min(_CANARY_TOKENS, self._engine.model_config.max_model_len - 1)
         token_ids = [(7919 * i + 13) % vocabulary for i in range(count)]
         final = None
         async for output in self._engine.generate(
             {"prompt_token_ids": token_ids},
-            SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False),
+            SamplingParams(max_tokens=1, temperature=1.0, logprob_token_ids=token_ids, detokenize=False),
             f"canary-{next(self._canaries)}",
             lora_request=None if step is None else self._requests[step],
         ):
             final = output
         assert final is not None
-        rows = final.prompt_logprobs[1:]
-        return [row[token_id].logprob for row, token_id in zip(rows, token_ids[1:], strict=True)]
+        (position,) = final.outputs[0].logprobs
+        return [position[token_id].logprob for token_id in token_ids]
 
     @property
     def dtype(self) -> str:

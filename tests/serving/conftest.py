@@ -2,14 +2,96 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
+from art_ray.serving.adapter import AdapterVersion, LoadedVersion
+from art_ray.serving.config import ServingConfig
+from art_ray.serving.engine import Endpoint, Engine, EngineSpec
+from tests.serving.adapters import adapter_of
 from tests.small_models import make_tiny_model
+
+KEY = "a-key-of-the-tests"
+QUESTION = [{"role": "user", "content": "Say yes, no or maybe."}]
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Waits for something that another thread or process brings about, and that nobody announces."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Qwen3 with SmolLM2's tokenizer."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def adapters(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with adapters for `tiny`, one per step of 0 to 4; 0 is untrained."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for step in range(5):
+        adapter_of(tiny, folder, step=step)
+    return folder
+
+
+def spec_of(model: Path, **serving: object) -> EngineSpec:
+    """A specification for tests: float32, so that log-probabilities can be compared; little memory."""
+    values = {"dtype": "float32", "max_model_len": 512, "kv_cache_gib": 0.25, "max_num_seqs": 64, "max_versions": 3}
+    return EngineSpec(
+        base_model=str(model), name="policy", api_key=KEY, max_lora_rank=4, serving=ServingConfig(**values | serving)
+    )
+
+
+class Replica:
+    """A started engine and the adapters that may be loaded into it."""
+
+    def __init__(self, engine: Engine, endpoint: Endpoint, model: Path, adapters: Path) -> None:
+        self.engine, self.endpoint, self.model, self.adapters = engine, endpoint, model, adapters
+
+    def version(self, step: int, contents: int | None = None) -> AdapterVersion:
+        """Version `step`, with the adapter of `contents` where that is another one."""
+        return AdapterVersion.from_directory(step, self.adapters / str(step if contents is None else contents))
+
+    async def load(self, step: int, contents: int | None = None, **options: object) -> LoadedVersion:
+        return await self.engine.load(self.version(step, contents), **options)  # type: ignore[arg-type]
+
+    def client(self, **options: object) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.endpoint.base_url, api_key=KEY, max_retries=0, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session", params=["adapter", "merged"])
+def replica(request: pytest.FixtureRequest, tiny: Path, adapters: Path) -> Iterator[Replica]:
+    """One engine for all tests of one way of serving; what it answered before its first version is checked here."""
+    engine = Engine(spec_of(tiny, weights=request.param))
+
+    async def started() -> Endpoint:
+        assert engine.status()["state"] == "not started"
+        endpoint = await engine.start()
+        assert await engine.start() == endpoint  # again: no second engine
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEY}"}) as client:
+            for model in ("policy", "policy@0", str(tiny), "(the base model)"):
+                refused = await client.post(
+                    f"{endpoint.base_url}/chat/completions", json={"model": model, "messages": QUESTION}
+                )
+                assert refused.status_code == 404, "a started engine serves nothing before its first version"
+                assert "no version yet" in refused.text
+        return endpoint
+
+    try:
+        yield Replica(engine, asyncio.run(started()), tiny, adapters)
+    finally:
+        asyncio.run(engine.stop())
+
+
+@pytest.fixture
+async def client(replica: Replica) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with replica.client() as client:
+        yield client

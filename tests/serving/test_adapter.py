@@ -59,7 +59,7 @@ def test_an_adapter_for_another_base_model_is_refused_by_name(tmp_path: Path, ti
     base = load_file(tiny / "model.safetensors")
     save_file({name: tensor[:8] for name, tensor in base.items()}, other / "model.safetensors")
     with pytest.raises(ServingError, match="made for another base model"):
-        BaseWeights(other).write_merged(adapter, tmp_path / "merged", "float32")
+        BaseWeights(other).check(adapter)
     save_file({"lm_head.weight": torch.zeros(2)}, other / "model.safetensors")
     with pytest.raises(ServingError, match=r"has no weight 'model\.layers"):
         BaseWeights(other).write_merged(adapter, tmp_path / "merged2", "float32")

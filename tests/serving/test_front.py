@@ -351,3 +351,11 @@ async def test_a_websocket_is_closed(house: House):
 
     await house.front({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)  # type: ignore[arg-type]
     assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+async def test_a_field_that_would_harm_the_engine_is_refused_with_the_reason():
+    house = House(refused_fields={"prompt_logprobs": "the engine dies of it"})
+    assert (await house.chat(prompt_logprobs=None)).status_code == 200
+    response = await house.chat(prompt_logprobs=0)
+    assert response.status_code == 400
+    assert "dies of it" in error_of(response)["message"]

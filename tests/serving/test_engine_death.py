@@ -1,0 +1,141 @@
+"""Engines that die, engines that cannot start, and owners that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import openai
+import pytest
+
+from art_ray.errors import ConfigError, DeadlineError, EngineError
+from art_ray.serving.engine import Engine
+from art_ray.serving.guard import TAG, processes_of
+from tests.serving.conftest import QUESTION, Replica, spec_of, until
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from art_ray.serving.engine import Engine
+from tests.serving.conftest import spec_of
+if __name__ == "__main__":
+    asyncio.run(Engine(spec_of(Path(sys.argv[1]))).start())
+"""
+
+
+def run_of(owner: int) -> str | None:
+    """The name of the run of which process `owner` is the owner."""
+    return next((path.name for path in Path("/dev/shm").glob(f"art_ray-{owner}-*")), None)
+
+
+@pytest.mark.parametrize("processes", [1, 2], ids=["while the engine's core starts", "while its worker starts"])
+def test_an_owner_killed_during_the_start_takes_the_engine_with_it(tiny: Path, tmp_path: Path, processes: int):
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tiny)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+
+    def started() -> bool:
+        assert owner.poll() is None, owner.stderr.read().decode()[-2000:] if owner.stderr else ""
+        run = run_of(owner.pid)
+        # Python's resource tracker, which ends by itself, is one of the run's processes too.
+        return run is not None and len(processes_of(run)) > processes
+
+    asyncio.run(until(started, 120))
+    run = run_of(owner.pid)
+    assert run is not None
+    segments = set(Path("/dev/shm").glob("psm_*"))
+    owner.kill()
+    owner.wait()
+    killed = time.monotonic()
+    asyncio.run(until(lambda: not processes_of(run) and run_of(owner.pid) is None, 20))
+    assert time.monotonic() - killed < 10
+    assert set(Path("/dev/shm").glob("psm_*")) <= segments
+
+
+async def test_a_killed_engine_is_told_to_every_request_and_caller_and_leaves_nothing(tiny: Path, adapters: Path):
+    engine = Engine(spec_of(tiny))
+    replica = Replica(engine, await engine.start(), tiny, adapters)
+    try:
+        await replica.load(1)
+        async with replica.client() as client:
+
+            async def ask(max_tokens: int) -> str | None:
+                options = {"extra_body": {"ignore_eos": True}}
+                answer = await client.chat.completions.create(
+                    model="policy",
+                    messages=QUESTION,
+                    max_tokens=max_tokens,
+                    **options,  # type: ignore[arg-type]
+                )
+                return answer.model
+
+            assert await ask(4) == "policy@1"
+            running = [asyncio.create_task(ask(400)) for _ in range(8)]
+            await until(lambda: engine.status()["in_flight"] == 8)
+            worker = max(replica.endpoint.engine_pids)  # the last one that was started
+            os.kill(worker, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                outcomes = await asyncio.gather(*running, return_exceptions=True)
+            for outcome in outcomes:
+                assert outcome == "policy@1" or isinstance(outcome, openai.InternalServerError), outcome
+            await until(lambda: engine.status()["state"] == "failed")
+            with pytest.raises(openai.InternalServerError, match="engine died. Its last words") as told:
+                await ask(4)
+            assert told.value.status_code == 503
+            with pytest.raises(EngineError, match="died"):
+                await replica.load(2)
+    finally:
+        await engine.stop()
+    assert engine.status()["state"] == "stopped"
+    assert run_of(os.getpid()) is None or TAG not in os.environ
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in replica.endpoint.engine_pids[1:]))
+    with pytest.raises(EngineError, match="stopped"):
+        await replica.load(2)
+
+
+async def test_an_unknown_architecture_is_told_by_name(tiny: Path, tmp_path: Path):
+    for source in tiny.iterdir():
+        (tmp_path / source.name).symlink_to(source)
+    config = json.loads((tiny / "config.json").read_text()) | {"architectures": ["NoSuchModel"], "model_type": "llama"}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = Engine(spec_of(tmp_path))
+    with pytest.raises(EngineError, match="NoSuchModel"):
+        await engine.start()
+    assert engine.status()["state"] == "failed"
+    with pytest.raises(EngineError, match="NoSuchModel"):
+        await engine.start()
+    await engine.stop()
+
+
+async def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest(tiny: Path):
+    for arguments, message in (
+        ({"tool_call_parsers": "hermes"}, "tool_call_parser"),
+        ({"block_size": "many"}, "block-size"),
+        ({"enable_auto_tool_choice": True}, "tool-call-parser"),
+    ):
+        engine = Engine(spec_of(tiny, engine_args=arguments))
+        with pytest.raises(ConfigError, match=message):
+            await engine.start()
+        await engine.stop()
+
+
+async def test_a_start_that_takes_too_long_ends_at_its_deadline_and_leaves_nothing(tiny: Path):
+    engine = Engine(spec_of(tiny, start_timeout_s=3))
+    with pytest.raises(DeadlineError, match="start_timeout_s"):
+        await engine.start()
+    assert engine.status()["state"] == "stopped"
+    assert run_of(os.getpid()) is None
+
+
+async def test_an_engine_that_was_not_started_says_so(tiny: Path, adapters: Path):
+    engine = Engine(spec_of(tiny))
+    with pytest.raises(EngineError, match="not started; start it first"):
+        await engine.unpin("nobody")
+    await engine.stop()  # without effect
