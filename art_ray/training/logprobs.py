@@ -23,22 +23,22 @@ class Head:
     softcap: float | None = None
     """None: no cap."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits of `hidden` [N, H] as float32 [N, V]."""
-        logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
-        if self.scale != 1.0:
-            logits = logits * self.scale
+    def logits(self, hidden: Tensor, temperatures: Tensor) -> Tensor:
+        """Returns the logits of `hidden` [N, H], divided by `temperatures` [N], as float32 [N, V]."""
+        if self.softcap is None and self.bias is None:
+            # A pass over [N, H] in place of one over [N, V].
+            factors = self.scale / temperatures[:, None]
+            return torch.nn.functional.linear((hidden * factors).to(hidden.dtype), self.weight).float()
+        logits = torch.nn.functional.linear(hidden, self.weight, self.bias).float() * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
+        return logits / temperatures[:, None]
 
-    def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Returns the gradient of `hidden` [N, H] from that of its logits [N, V]; may write into `grad`."""
+    def backward(self, grad: Tensor, logits: Tensor, temperatures: Tensor) -> Tensor:
+        """Returns the gradient of `hidden` [N, H] from that of what `logits` returned [N, V]."""
         if self.softcap is not None:
-            grad = grad * (1 - (logits / self.softcap) ** 2)
-        if self.scale != 1.0:
-            grad = grad * self.scale
-        return grad.to(self.weight.dtype) @ self.weight
+            grad = grad * (1 - (logits * temperatures[:, None] / self.softcap) ** 2)
+        return (grad.to(self.weight.dtype) @ self.weight) * (self.scale / temperatures[:, None]).to(self.weight.dtype)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -59,14 +59,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         log_normalizers = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropies = hidden.new_empty(len(hidden), dtype=torch.float32)
         for start, end, first, last in bounds:
-            logits = head.logits(hidden[start:end]).div_(temperatures[start:end, None])
+            logits = head.logits(hidden[start:end], temperatures[start:end])
             log_normalizer = torch.logsumexp(logits, dim=-1)
             picked = logits[rows[first:last] - start, tokens[first:last]]
             logprobs[first:last] = picked - log_normalizer[rows[first:last] - start]
             log_normalizers[start:end] = log_normalizer
             # H = log Z - sum p * logit
-            probabilities = torch.exp(logits - log_normalizer[:, None])
-            entropies[start:end] = log_normalizer - torch.linalg.vecdot(probabilities, logits)
+            entropies[start:end] = log_normalizer - _mean_logit(logits, log_normalizer)
         ctx.save_for_backward(hidden, temperatures, rows, tokens, log_normalizers)
         ctx.head, ctx.bounds = head, bounds
         ctx.mark_non_differentiable(entropies)
@@ -80,13 +79,18 @@ class _ChunkedLogprobs(torch.autograd.Function):
         # Each row's log-normalizer enters the log-probability of every target of the row.
         row_grads = grad_logprobs.new_zeros(len(hidden)).index_add_(0, rows, grad_logprobs)
         for start, end, first, last in ctx.bounds:
-            raw = ctx.head.logits(hidden[start:end])
-            scaled = raw / temperatures[start:end, None]
+            logits = ctx.head.logits(hidden[start:end], temperatures[start:end])
             # d logprob / d logit = 1[target] - p
-            grad = torch.exp_(scaled.sub_(log_normalizers[start:end, None])).mul_(-row_grads[start:end, None])
+            grad = (logits - log_normalizers[start:end, None]).exp_().mul_(-row_grads[start:end, None])
             grad.index_put_((rows[first:last] - start, tokens[first:last]), grad_logprobs[first:last], accumulate=True)
-            grad_hidden[start:end] = ctx.head.backward(grad.div_(temperatures[start:end, None]), raw)
+            grad_hidden[start:end] = ctx.head.backward(grad, logits, temperatures[start:end])
         return grad_hidden, None, None, None, None, None
+
+
+def _mean_logit(logits: Tensor, log_normalizer: Tensor) -> Tensor:
+    """The mean of the logits [N, V] under their own softmax, [N]."""
+    probabilities = (logits - log_normalizer[:, None]).exp_()
+    return torch.einsum("nv,nv->n", probabilities, logits)
 
 
 def _bounds(rows: Tensor, num_rows: int, chunk_tokens: int) -> list[tuple[int, int, int, int]]:

@@ -17,6 +17,7 @@ from art_ray.errors import CheckpointError, ConfigError, UnknownBaseModelError
 from art_ray.training import attention
 from art_ray.training.config import LoraSettings, TrainerConfig, check_target_modules
 from art_ray.training.logprobs import Head, chunked_logprobs
+from art_ray.training.lora import fuse
 from art_ray.training.packing import PackedRow, pack_row
 from art_ray.training.samples import TrainingSample
 from art_ray.trajectories import Message
@@ -291,7 +292,9 @@ def _with_adapter(causal_lm: Any, lora: LoraSettings, base_model: str, seed: int
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return get_peft_model(causal_lm, settings)
+        model = get_peft_model(causal_lm, settings)
+    fuse(model)
+    return model
 
 
 @contextlib.contextmanager
