@@ -24,7 +24,7 @@ VALIDATE_EVERY = 5
 
 def prompts() -> list[str]:
     """Returns every way in which the examples ask for one of the three words."""
-    forms = ["Answer with {0}, {1} or {2}.", "Say one word: {0}, {1} or {2}.", "Respond with '{0}', '{1}' or '{2}'."]
+    forms = ["Choose a word: {}, {}, {}", "Pick one word: {}, {}, {}.", "Which word do you like best: {}, {} or {}?"]
     return [form.format(*words) for words in permutations(REWARDS) for form in forms]
 
 
@@ -76,6 +76,7 @@ def show_curve(model: art_ray.TrainableModel) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     import plotext
+    import polars
 
     folder = Path(model.base_path, model.project, "models", model.name).absolute()
     figure, axes = plt.subplots(figsize=(7, 4))
@@ -84,8 +85,8 @@ def show_curve(model: art_ray.TrainableModel) -> None:
     for split, marker in (("train", "braille"), ("val", "o")):
         if f"{split}/reward" not in history.columns:
             continue
-        rows = history.drop_nulls(f"{split}/reward").group_by("step", maintain_order=True).mean()
-        steps, rewards = rows["step"].to_list(), rows[f"{split}/reward"].to_list()
+        by_step = history.drop_nulls(f"{split}/reward").group_by("step").agg(polars.mean(f"{split}/reward"))
+        steps, rewards = (column.to_list() for column in by_step.sort("step"))
         axes.plot(steps, rewards, marker="o", label=split)
         terminal.draw(terminal.signal(steps, rewards, marker=marker).lines().label(split))
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title=f"{model.project}/{model.name}")

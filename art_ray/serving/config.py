@@ -75,7 +75,8 @@ class ServingConfig(FrozenConfig):
     max_versions: int = pydantic.Field(default=4, ge=2, le=64)
     """Adapter weights only: versions that are held at once (the current one, and those still leased)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the engine's weights and arithmetic; "auto" is the base model's own."""
+    """Type of the engine's weights and arithmetic. "auto": on CPU the type the base model is stored in; on GPU the
+    same, but 16 bits where that is float32."""
     max_model_len: int | None = pydantic.Field(default=None, ge=16)
     """Longest prompt plus answer, in tokens; None: what the base model allows."""
     max_num_seqs: int = pydantic.Field(default=128, ge=1)

@@ -213,6 +213,15 @@ class VLLMServer:
         if self._engine is not None:
             self._engine.shutdown(timeout=5)
 
+    def _wanted_dtype(self) -> str:
+        """Returns the type to ask vLLM for, whose own "auto" turns float32 into 16 bits, on a CPU too."""
+        if self._spec.serving.dtype != "auto" or self.device != "cpu":
+            return self._spec.serving.dtype
+        from transformers import AutoConfig
+
+        stored = AutoConfig.from_pretrained(self._spec.base_model).get_text_config().dtype
+        return str(stored).removeprefix("torch.") if stored is not None else "auto"
+
     def _arguments(self) -> dict[str, Any]:
         spec, serving = self._spec, self._spec.serving
         kv_cache_gib = serving.kv_cache_gib or (1.0 if self.device == "cpu" else None)
@@ -220,7 +229,7 @@ class VLLMServer:
             "model": spec.base_model,
             # Under this name the bare base model would answer: no client can ask for it, the front sees to that.
             "served_model_name": [spec.name if self.weights == "merged" else "(the base model)"],
-            "dtype": serving.dtype,
+            "dtype": self._wanted_dtype(),
             "seed": spec.seed,
             "tensor_parallel_size": serving.tensor_parallel,
             "max_num_seqs": serving.max_num_seqs,
