@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import openai
 import pydantic
@@ -150,7 +150,7 @@ class Model(pydantic.BaseModel):
         """Returns the history as a frame: one row per log call, one column per metric that ever appeared."""
         return self._history().frame()
 
-    def best_step(self, metric: str = "val/reward", mode: str = "max") -> int | None:
+    def best_step(self, metric: str = "val/reward", mode: Literal["max", "min"] = "max") -> int | None:
         """Returns the step with the best mean of `metric`, the later of equals; None where it was never logged."""
         return self._history().best_step(metric, mode=mode)
 
@@ -174,7 +174,7 @@ class Model(pydantic.BaseModel):
             project=self.project,
             name=self.name,
             report_metrics=self.report_metrics,
-            model_fields={"trainable": self.trainable, **self.model_dump(exclude={"inference_api_key", "config"})}
+            model_json={"trainable": self.trainable, **self.model_dump(exclude={"inference_api_key", "config"})}
             | {"config": self.config.model_dump() if isinstance(self.config, pydantic.BaseModel) else self.config},
         )
 

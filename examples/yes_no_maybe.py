@@ -42,6 +42,7 @@ async def rollout(model: art_ray.TrainableModel, prompt: str) -> art_ray.Traject
     )
     trajectory.messages_and_choices.append(response.choices[0])
     trajectory.reward = reward_of(response.choices[0].message.content or "")
+    trajectory.metrics["tokens"] = response.usage.completion_tokens if response.usage else 0
     return trajectory.finish()
 
 
@@ -58,7 +59,7 @@ def report(groups: list[art_ray.TrajectoryGroup], result: art_ray.TrainResult, r
     """Prints one line: what the step learned from, and where its seconds went."""
     rewards = [trajectory.reward for group in groups for trajectory in group]
     spread = statistics.mean(statistics.pstdev([t.reward for t in group]) for group in groups)
-    tokens = sum(len(choice.token_ids) for g in groups for t in g for choice in t.messages_and_choices[1:])
+    tokens = sum(trajectory.metrics["tokens"] for group in groups for trajectory in group)
     metrics = result.metrics
     print(
         f"step {result.step:3d}  reward {statistics.mean(rewards):.3f}  spread {spread:.3f}  "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -50,7 +50,7 @@ class TrainerActor:
         # torch keeps its number of threads per calling thread: everything runs on this one.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._trainer: Trainer | None = None
-        self._progress: dict[str, float] = {}
+        self._progress: dict[str, Any] = {}
 
     async def check(self) -> str:
         """Checks the specification against the base model, without loading weights; returns the node's address."""
@@ -65,7 +65,7 @@ class TrainerActor:
         """Trains one step and commits it; returns its metrics."""
         return await self._run(lambda: self._train(request))
 
-    async def progress(self) -> dict[str, float]:
+    async def progress(self) -> dict[str, Any]:
         """Returns how far the current train call is, as the trainer last reported it."""
         return self._progress
 
@@ -80,7 +80,7 @@ class TrainerActor:
         groups = calls.fetch(list(request.groups), what, request.fetch_timeout_s)
         return self._made().train(groups, request.config, request.step, progress=self._report)
 
-    def _report(self, progress: dict[str, float]) -> None:
+    def _report(self, progress: Mapping[str, Any]) -> None:
         self._progress = dict(progress)
 
     def _made(self) -> Trainer:

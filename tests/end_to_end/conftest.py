@@ -15,7 +15,11 @@ QUESTIONS = ["Answer with yes, no or maybe.", "Say one word: no, maybe or yes."]
 
 def make_model(base_path: Path, base_model: Path) -> art_ray.TrainableModel:
     return art_ray.TrainableModel(
-        name="policy", project="first-run", base_model=str(base_model), base_path=str(base_path), report_metrics=["wandb"]
+        name="policy",
+        project="first-run",
+        base_model=str(base_model),
+        base_path=str(base_path),
+        report_metrics=["wandb"],
     )
 
 
