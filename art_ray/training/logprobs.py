@@ -38,7 +38,11 @@ class Head:
         """Returns the gradient of `hidden` [N, H] from that of what `logits` returned [N, V]."""
         if self.softcap is not None:
             grad = grad * (1 - (logits * temperatures[:, None] / self.softcap) ** 2)
-        return (grad.to(self.weight.dtype) @ self.weight) * (self.scale / temperatures[:, None]).to(self.weight.dtype)
+        return self.scaled(grad.to(self.weight.dtype) @ self.weight, temperatures)
+
+    def scaled(self, grad_hidden: Tensor, temperatures: Tensor) -> Tensor:
+        """Returns `grad_hidden` [N, H] times the head's scale and over the temperatures [N]."""
+        return grad_hidden.float() * (self.scale / temperatures[:, None])
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -60,12 +64,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropies = hidden.new_empty(len(hidden), dtype=torch.float32)
         for start, end, first, last in bounds:
             logits = head.logits(hidden[start:end], temperatures[start:end])
-            log_normalizer = torch.logsumexp(logits, dim=-1)
+            largest = logits.amax(-1, keepdim=True)
+            logits.sub_(largest)
+            powers = torch.exp(logits)
+            total = powers.sum(-1)
+            normalizer = total.log()
             picked = logits[rows[first:last] - start, tokens[first:last]]
-            logprobs[first:last] = picked - log_normalizer[rows[first:last] - start]
-            log_normalizers[start:end] = log_normalizer
-            # H = log Z - sum p * logit
-            entropies[start:end] = log_normalizer - _mean_logit(logits, log_normalizer)
+            logprobs[first:last] = picked - normalizer[rows[first:last] - start]
+            log_normalizers[start:end] = normalizer + largest[:, 0]
+            # H = log Z - sum p * logit, with logits that count from the largest
+            entropies[start:end] = normalizer - torch.einsum("nv,nv->n", powers, logits) / total
         ctx.save_for_backward(hidden, temperatures, rows, tokens, log_normalizers)
         ctx.head, ctx.bounds = head, bounds
         ctx.mark_non_differentiable(entropies)
@@ -78,19 +86,23 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         # Each row's log-normalizer enters the log-probability of every target of the row.
         row_grads = grad_logprobs.new_zeros(len(hidden)).index_add_(0, rows, grad_logprobs)
+        head: Head = ctx.head
         for start, end, first, last in ctx.bounds:
-            logits = ctx.head.logits(hidden[start:end], temperatures[start:end])
+            logits = head.logits(hidden[start:end], temperatures[start:end])
+            inside = rows[first:last] - start
             # d logprob / d logit = 1[target] - p
-            grad = (logits - log_normalizers[start:end, None]).exp_().mul_(-row_grads[start:end, None])
-            grad.index_put_((rows[first:last] - start, tokens[first:last]), grad_logprobs[first:last], accumulate=True)
-            grad_hidden[start:end] = ctx.head.backward(grad, logits, temperatures[start:end])
+            if head.softcap is None:
+                # The two terms apart: the first is a few rows of the weights, and the second needs no pass over
+                # [N, V] to be weighted.
+                probabilities = logits.sub_(log_normalizers[start:end, None]).exp_().to(head.weight.dtype)
+                grad = (probabilities @ head.weight).float() * -row_grads[start:end, None]
+                grad.index_add_(0, inside, head.weight[tokens[first:last]].float() * grad_logprobs[first:last, None])
+                grad_hidden[start:end] = head.scaled(grad, temperatures[start:end])
+            else:
+                weighted = (logits - log_normalizers[start:end, None]).exp_().mul_(-row_grads[start:end, None])
+                weighted.index_put_((inside, tokens[first:last]), grad_logprobs[first:last], accumulate=True)
+                grad_hidden[start:end] = head.backward(weighted, logits, temperatures[start:end])
         return grad_hidden, None, None, None, None, None
-
-
-def _mean_logit(logits: Tensor, log_normalizer: Tensor) -> Tensor:
-    """The mean of the logits [N, V] under their own softmax, [N]."""
-    probabilities = (logits - log_normalizer[:, None]).exp_()
-    return torch.einsum("nv,nv->n", probabilities, logits)
 
 
 def _bounds(rows: Tensor, num_rows: int, chunk_tokens: int) -> list[tuple[int, int, int, int]]:
