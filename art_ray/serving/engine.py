@@ -118,15 +118,18 @@ class Engine:
 
     def status(self) -> dict[str, Any]:
         """Returns the versions held, requests in flight, and the engine's health. Never waits."""
+        failure = self._failure()
         if self._stopping:
             state = "stopped"
-        elif not self._started.done():
-            state = "starting" if self._thread is not None else "not started"
+        elif failure is not None:
+            state = "failed"
+        elif self._started.done():
+            state = "running"
         else:
-            state = "failed" if self._failure() is not None else "running"
+            state = "not started" if self._thread is None else "starting"
         return {
             "state": state,
-            "failure": self._failure(),
+            "failure": failure,
             "weights": self._server.weights,
             **self._table.status(),
             "in_flight": self._table.requests,
@@ -333,6 +336,8 @@ class Engine:
     # --- both sides ---------------------------------------------------------------------------------------------
 
     def _failure(self) -> str | None:
+        if self._started.done() and (error := self._started.exception()) is not None:
+            return str(error)
         ended = self._server.failure()
         return None if ended is None else f"{ended}\n{self._last_words.text(timeout_s=0.0)}"
 
@@ -347,12 +352,12 @@ class Engine:
 
     async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` in the serving thread and returns its result."""
-        if self._loop is None or self._stopping or not self._started.done():
+        state, failure = self.status()["state"], self._failure()
+        if state != "running" or self._loop is None:
             work.close()
-            raise EngineError(f"the engine of {self._spec.name!r} is {self.status()['state']}; start it first")
-        if (failure := self._failure()) is not None:
-            work.close()
-            raise EngineError(f"the engine of {self._spec.name!r} died. Its last words:\n{failure}")
+            if state == "failed":
+                raise EngineError(f"the engine of {self._spec.name!r} died. Its last words:\n{failure}")
+            raise EngineError(f"the engine of {self._spec.name!r} is {state}; start it first")
         try:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         except ArtRayError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,7 +86,7 @@ async def test_a_killed_engine_is_told_to_every_request_and_caller_and_leaves_no
             for outcome in outcomes:
                 assert outcome == "policy@1" or isinstance(outcome, openai.InternalServerError), outcome
             await until(lambda: engine.status()["state"] == "failed")
-            with pytest.raises(openai.InternalServerError, match="engine died. Its last words") as told:
+            with pytest.raises(openai.InternalServerError, match="the engine died") as told:
                 await ask(4)
             assert told.value.status_code == 503
             with pytest.raises(EngineError, match="died"):
@@ -99,13 +100,17 @@ async def test_a_killed_engine_is_told_to_every_request_and_caller_and_leaves_no
         await replica.load(2)
 
 
-async def test_an_unknown_architecture_is_told_by_name(tiny: Path, tmp_path: Path):
-    for source in tiny.iterdir():
-        (tmp_path / source.name).symlink_to(source)
-    config = json.loads((tiny / "config.json").read_text()) | {"architectures": ["NoSuchModel"], "model_type": "llama"}
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    engine = Engine(spec_of(tmp_path))
+@pytest.fixture
+def unknown_model(tiny: Path, tmp_path: Path) -> Path:
+    shutil.copytree(tiny, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    values = json.loads(config.read_text()) | {"architectures": ["NoSuchModel"], "model_type": "llama"}
+    config.write_text(json.dumps(values))
+    return tmp_path / "model"
+
+
+async def test_an_unknown_architecture_is_told_by_name(unknown_model: Path):
+    engine = Engine(spec_of(unknown_model))
     with pytest.raises(EngineError, match="NoSuchModel"):
         await engine.start()
     assert engine.status()["state"] == "failed"
