@@ -154,7 +154,10 @@ def _take_tokens(choice: Choice, tokens: Tokens, residue: dict[str, Any]) -> boo
     residue["t"] = 1
     content = choice.logprobs.content if choice.logprobs and choice.logprobs.content else []
     texts = [getattr(token, "token", None) for token in content]
-    if all(type(text) is str for text in texts) and (shape := _token_bytes(content)) is not None:
+    if (
+        all(type(text) is str and is_encodable_text(text) for text in texts)
+        and (shape := _token_bytes(content)) is not None
+    ):
         residue["lp"] = texts
         if shape:
             residue["b"] = shape

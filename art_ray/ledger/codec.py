@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import Callable
 from datetime import date, datetime
 from decimal import Decimal
@@ -21,7 +22,9 @@ __all__ = ["decoded", "encoded", "flat_json_text", "is_encodable_text", "json_te
 TAG = "$t"
 MAX_DEPTH = 100
 """Nesting beyond this is refused: readers of JSON give up at a few hundred levels, and a cycle never ends."""
-_SIMPLE = {str, int, float, bool, type(None)}
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
+"""Two surrogates, which JSON's escapes would join to one character. (One alone survives them.)"""
+_SIMPLE = {str, int, float, bool}
 _ENCODER = json.JSONEncoder(allow_nan=False)
 MAX_INT_BITS = 10_000
 """Longer integers are tagged: Python refuses to read them as decimal digits."""
@@ -68,8 +71,10 @@ def encoded(value: Any, where: str) -> Any:
 
 def _encoded(value: Any, depth: int) -> Any:
     kind = type(value)
-    if kind is str or kind is bool or value is None:
+    if kind is bool or value is None:
         return value
+    if kind is str:
+        return value if value.isascii() or not _PAIR.search(value) else {TAG: "utf32", "v": _utf32(value)}
     if kind is int:
         return value if value.bit_length() <= MAX_INT_BITS else {TAG: "int", "v": hex(value)}
     if kind is float:
@@ -83,8 +88,12 @@ def _encoded(value: Any, depth: int) -> Any:
     return _encoded_other(value, depth)
 
 
+def _utf32(text: str) -> str:
+    return base64.b64encode(text.encode("utf-32-le", "surrogatepass")).decode()
+
+
 def _encoded_dict(value: dict[Any, Any], depth: int) -> Any:
-    has_text_keys = TAG not in value and set(map(type, value)) <= {str}
+    has_text_keys = TAG not in value and all(type(key) is str and not _PAIR.search(key) for key in value)
     pairs = []
     for key, item in value.items():
         try:
@@ -104,7 +113,7 @@ def _encoded_other(value: Any, depth: int) -> Any:
             return {TAG: tag, "v": to_text(value)}
     # Subclasses of plain types (enumerations, numpy.float64) are equal to the plain value.
     if isinstance(value, str):
-        return str.__str__(value)
+        return _encoded(str.__str__(value), depth + 1)
     for plain in (int, float, list):
         if isinstance(value, plain):
             return _encoded(plain(value), depth + 1)  # type: ignore[arg-type]
@@ -136,6 +145,8 @@ def decoded(value: Any) -> Any:
         return {decoded(key): decoded(item) for key, item in content}
     if tag == "float":
         return float(content)
+    if tag == "utf32":
+        return base64.b64decode(content).decode("utf-32-le", "surrogatepass")
     if tag == "int":
         return int(content, 16)
     if tag in _BY_LIST:
@@ -156,6 +167,8 @@ def readable(value: Any) -> Any:
         return {str(readable(key)): readable(item) for key, item in value["v"]}
     if tag == "float":
         return None
+    if tag == "utf32":
+        return base64.b64decode(value["v"]).decode("utf-32-le", "replace")
     return readable(value["v"])
 
 

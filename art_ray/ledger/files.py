@@ -38,6 +38,7 @@ _ADVICE = {
     errno.EROFS: "the file system is read-only: choose another base_path",
     errno.EACCES: "no permission: choose another base_path, or change the owner of the folder",
     errno.EPERM: "not permitted: choose another base_path, or change the owner of the folder",
+    errno.EEXIST: "a file stands where a folder is needed: choose another base_path",
     errno.ENOTDIR: "a file stands where a folder is needed: choose another base_path",
 }
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import operator
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,7 +50,7 @@ TRAINING_SPLIT = "train"
 REMEMBERED_REQUESTS = 64
 """Requests without a parquet file that `state.json` remembers; one with a file is remembered in the file."""
 _REQUEST_KEY, _RECORD_KEY = "art_ray.request_id", "art_ray.log_record"
-_SECRETS = ("api_key", "token", "secret", "password")
+_SECRET_KEY = re.compile(r"(api_?key|secret|passw(or)?d|credentials?|(^|_)token)$", re.IGNORECASE)
 
 
 class LedgerConfig(FrozenConfig):
@@ -221,8 +222,7 @@ class Ledger:
                     try:
                         append_line(self._history.path, record.line.encode())
                     except OSError:
-                        if request_id is None:  # with an id, the file is found again and the line added
-                            path.unlink()
+                        path.unlink()  # the call failed: no trace of it stays, and it may be made again
                         raise
         return record.receipt(path)
 
@@ -330,7 +330,7 @@ def _checked_step(step: object) -> int:
 
 def _without_secrets(config: LedgerConfig) -> dict[str, Any]:
     def is_open(key: str) -> bool:
-        return not any(word in key.lower() for word in _SECRETS)
+        return _SECRET_KEY.search(key) is None
 
     def cleaned(value: Any) -> Any:
         if isinstance(value, dict):

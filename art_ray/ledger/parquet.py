@@ -161,13 +161,13 @@ def _groups_of(rows: Iterator[dict[str, Any]], rowless: dict[int, dict[str, Any]
 
 def _group(columns: Mapping[str, Any], trajectories: list[Trajectory]) -> TrajectoryGroup:
     residue = json.loads(columns.get("group_residue") or "{}")
-    failures = residue.get("exceptions") or columns.get("group_exceptions") or []
+    failures = decoded(residue.get("exceptions")) or columns.get("group_exceptions") or []
     return TrajectoryGroup(
         trajectories,
         exceptions=[RolloutFailure(**failure) for failure in failures],
         metadata=_from_json("metadata", columns["group_metadata"], residue) or {},
         metrics=_from_json("metrics", columns["group_metrics"], residue) or {},
-        logs=residue.get("logs") or columns["group_logs"] or [],
+        logs=decoded(residue.get("logs")) or columns["group_logs"] or [],
     )
 
 
@@ -205,5 +205,5 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         reward=math.nan if row["reward"] is None else row["reward"],
         metrics=_from_json("metrics", row["metrics"], residue) or {},
         metadata=_from_json("metadata", row["metadata"], residue) or {},
-        logs=residue.get("logs") or row["logs"] or [],
+        logs=decoded(residue.get("logs")) or row["logs"] or [],
     )

@@ -116,10 +116,8 @@ class GroupWriter:
                 _history(history, tokens, f"{where}, history {i}")
                 for i, history in enumerate(trajectory.additional_histories)
             ]
-        metadata = _json_column("metadata", trajectory.metadata, residue, where)
-        tools = _json_column("tools", trajectory.tools, residue, where)
-        if trajectory.tools is not None and not trajectory.tools:
-            residue["tools"] = []
+        metadata = _metadata_column(trajectory.metadata, residue, where)
+        tools = _tools_column(trajectory.tools, residue, where)
         duration = metrics.get("duration")
         columns = (
             _metrics_column(metrics, residue),
@@ -188,13 +186,13 @@ def _checked(trajectory: Trajectory, where: str) -> tuple[float, dict[str, float
 def _group_columns(group: TrajectoryGroup, where: str) -> tuple[dict[str, Any], str | None]:
     residue: dict[str, Any] = {}
     columns = {
-        "group_metadata": _json_column("metadata", group.metadata, residue, where),
+        "group_metadata": _metadata_column(group.metadata, residue, where),
         "group_metrics": _metrics_column(checked_metrics(group.metrics, f"{where}: metrics"), residue),
         "group_logs": _texts_column("logs", group.logs, residue, where),
     }
     encodable = [failure for failure in group.exceptions if not _is_encodable(failure)]
     if encodable:
-        residue["exceptions"] = [failure.model_dump() for failure in group.exceptions]
+        residue["exceptions"] = [encoded(failure.model_dump(), where) for failure in group.exceptions]
     return columns, json_text(residue) if residue else None
 
 
@@ -210,32 +208,52 @@ def _metrics_column(metrics: dict[str, float], residue: dict[str, Any]) -> str |
     """Returns finite metrics as JSON; ART's reader takes no null, so that the others are in the residue alone."""
     if not metrics:
         return None
-    text = flat_json_text(metrics)
-    if text is None and not all(map(math.isfinite, metrics.values())):
-        residue["metrics"] = encoded(metrics, "metrics")
-        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-    return text or (json_text(metrics) if metrics else None)
-
-
-def _json_column(name: str, value: Any, residue: dict[str, Any], where: str) -> str | None:
-    if not value:
-        return None
-    if type(value) is dict and (text := flat_json_text(value)) is not None:
+    if (text := flat_json_text(metrics)) is not None:
         return text
-    exact = encoded(value, f"{where}: {name}")
-    shown = readable(exact)
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    exact = encoded(metrics, "metrics")
+    if exact != finite:
+        residue["metrics"] = exact
+    return json_text(finite) if finite else None
+
+
+def _metadata_column(metadata: dict[str, Any], residue: dict[str, Any], where: str) -> str | None:
+    """Returns metadata as JSON; what ART's reader refuses there (null, lists, dicts) as the JSON text of it."""
+    if not isinstance(metadata, dict):
+        raise TypeError(f"{where}: metadata must be a dict, got {type(metadata).__name__}: {metadata!r:.80}")
+    if not metadata:
+        return None
+    if (text := flat_json_text(metadata)) is not None:
+        return text
+    exact = encoded(metadata, f"{where}: metadata")
+    shown = {
+        key: value if isinstance(value, (str, int, float)) else json_text(value)
+        for key, value in readable(exact).items()
+    }
     if shown != exact:
-        residue[name] = exact
+        residue["metadata"] = exact
     return json_text(shown)
 
 
+def _tools_column(tools: list[dict[str, Any]] | None, residue: dict[str, Any], where: str) -> str | None:
+    if tools is None:
+        return None
+    exact = encoded(tools, f"{where}: tools")
+    shown = readable(exact)
+    if shown != exact or not tools:
+        residue["tools"] = exact
+    return json_text(shown) if tools else None
+
+
 def _texts_column(name: str, texts: list[str], residue: dict[str, Any], where: str) -> list[str] | None:
+    if not isinstance(texts, list):
+        raise TypeError(f"{where}: {name} must be a list of texts, got {type(texts).__name__}: {texts!r:.80}")
     for text in texts:
         if not isinstance(text, str):
             raise TypeError(f"{where}: a line of {name} must be a text, got {type(text).__name__}: {text!r:.80}")
     if all(map(is_encodable_text, texts)):
         return list(texts) or None
-    residue[name] = list(texts)
+    residue[name] = encoded(list(texts), where)
     return [text.encode("utf-8", "replace").decode() for text in texts]
 
 
