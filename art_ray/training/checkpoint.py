@@ -61,7 +61,8 @@ class FileEntry(pydantic.BaseModel):
 class Manifest(pydantic.BaseModel):
     """What a checkpoint says about itself."""
 
-    model_config = pydantic.ConfigDict(frozen=True)
+    # Non-finite metrics as the strings "NaN" and "Infinity", which validation reads back; JSON has no such numbers.
+    model_config = pydantic.ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
     format_version: int
     step: int

@@ -280,7 +280,8 @@ def _metrics(
 
 def _ratio_metrics(log_ratios: Tensor) -> dict[str, float]:
     """How far the trainer is from the sampler, over the tokens trained."""
-    quantiles = np.quantile(np.exp(log_ratios.double().numpy()), [0.01, 0.5, 0.99, 1.0])
+    with np.errstate(all="ignore"):  # non-finite ratios are reported as such
+        quantiles = np.quantile(np.exp(log_ratios.double().numpy()), [0.01, 0.5, 0.99, 1.0])
     return {
         # "k3" estimate of KL(sampler || trainer): the tokens come from the sampler.
         "sampler_kl": float((torch.expm1(log_ratios.double()) - log_ratios.double()).mean()),
