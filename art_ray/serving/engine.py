@@ -192,6 +192,8 @@ class Engine:
             if serving.done():
                 raise EngineError("the engine's server ended while it started") from serving.exception()
             await asyncio.sleep(0.01)
+        assert self._guard is not None
+        self._guard.note_segments()
         self._started.set_result(self._endpoint(sock))
         await self._stop.wait()
         server.should_exit = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ TAG = "ART_RAY_ENGINE_RUN"
 """Environment variable that names the run which a process belongs to."""
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "art_ray-"
+_SEGMENTS = "segments"
 _TRACKER = b"from multiprocessing.resource_tracker import main"
 """In the command line of Python's resource trackers."""
 
@@ -40,33 +42,32 @@ class Guard:
         self.run = f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self.directory = parent / self.run
         self.directory.mkdir(mode=0o700)
-        self._process = subprocess.Popen(
+        starter = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, self.run, str(self.directory)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            # A session of its own: Ctrl-C and a signal to the owner's group must not end the guard before its work.
-            start_new_session=True,
+            stdout=subprocess.PIPE,
             cwd="/",
         )
+        assert starter.stdin is not None
+        assert starter.stdout is not None
+        self._alive, self._ended = starter.stdin, starter.stdout
+        self.pid = int(self._ended.readline())
+        """Process id of the guard, which is no child of this process."""
+        starter.wait()
 
-    @property
-    def pid(self) -> int:
-        """Process id of the guard."""
-        return self._process.pid
+    def note_segments(self) -> None:
+        """Writes down the shared memory that the run's processes have mapped, for `sweep`."""
+        names = sorted(str(path) for pid in processes_of(self.run) for path in _mapped(pid))
+        (self.directory / _SEGMENTS).write_text("\n".join(names))
 
     def end(self, timeout_s: float = 20.0) -> None:
         """Kills what is left of the run and removes its directory. Again: no effect."""
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        # The guard may itself have been killed; doing its work twice does no harm.
-        kill_run(self.run)
-        shutil.rmtree(self.directory, ignore_errors=True)
+            self._alive.close()
+        if not self._ended.closed:
+            select.select([self._ended], [], [], timeout_s)  # the guard holds the other end until it is done
+            self._ended.close()
+        _end_run(self.directory)  # the guard may itself have been killed; doing its work twice does no harm
 
 
 def processes_of(run: str) -> dict[int, bytes]:
@@ -111,22 +112,34 @@ def sweep(parent: Path = SHARED_MEMORY) -> list[str]:
     swept = []
     for directory in parent.glob(f"{_PREFIX}*-*"):
         owner = directory.name.removeprefix(_PREFIX).split("-")[0]
-        if not owner.isdigit() or Path(f"/proc/{owner}").exists() or directory.stat().st_uid != os.getuid():
-            continue
-        kill_run(directory.name)
-        shutil.rmtree(directory, ignore_errors=True)
-        swept.append(directory.name)
+        with contextlib.suppress(OSError):  # its own guard was quicker
+            if owner.isdigit() and not Path(f"/proc/{owner}").exists() and directory.stat().st_uid == os.getuid():
+                _end_run(directory)
+                swept.append(directory.name)
     return swept
 
 
+def _end_run(directory: Path) -> None:
+    kill_run(directory.name)
+    with contextlib.suppress(OSError):
+        for name in (directory / _SEGMENTS).read_text().split():
+            if name.startswith(f"{SHARED_MEMORY}/"):
+                Path(name).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 def _main() -> None:
-    run, directory = sys.argv[1], Path(sys.argv[2])
+    directory = Path(sys.argv[2])
+    if os.fork():
+        # The guard itself must not be the owner's child: Ray, for one, kills a worker's children when it ends.
+        os._exit(0)
+    os.setsid()  # nor in its session: Ctrl-C must not end the guard before its work
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    while sys.stdin.buffer.read(4096):
+    os.write(1, f"{os.getpid()}\n".encode())
+    while os.read(0, 4096):
         pass
-    kill_run(run)
-    shutil.rmtree(directory, ignore_errors=True)
+    _end_run(directory)
 
 
 if __name__ == "__main__":
