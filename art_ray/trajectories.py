@@ -71,6 +71,8 @@ def has_spread(rewards: Sequence[float]) -> bool:
     """
     if len(rewards) < 2:
         return False
+    if max(map(abs, rewards)) > 1e300:
+        rewards = [math.ldexp(reward, -64) for reward in rewards]  # no sum or square of them overflows
     mean = math.fsum(rewards) / len(rewards)
     deviation = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))
     return deviation > 1e-9 * max(map(abs, rewards))

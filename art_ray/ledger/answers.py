@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pydantic
 
-from art_ray.ledger.codec import decoded, encoded, is_encodable_text, json_text, readable
+from art_ray.ledger.codec import decoded, encoded, is_encodable_text, json_text, readable, shown
 from art_ray.trajectories import Choice, Message, MessagesAndChoices, Sampling
 
 __all__ = [
@@ -94,8 +94,8 @@ def _content(message: dict[str, Any]) -> tuple[str | None, str]:
         return None, "s"
     if isinstance(content, str):
         return (content, "s") if is_encodable_text(content) else (_replaced(content), "x")
-    shown = readable(content)
-    return json_text(shown), "j" if shown == content else "x"
+    column = readable(content)
+    return json_text(column), "j" if column == content else "x"
 
 
 def _text(value: Any) -> str | None:
@@ -279,6 +279,8 @@ def conversation_columns(
     """Returns the columns of each message of a conversation, and the residues by position."""
     columns, residues = [], {}
     for position, item in enumerate(items):
+        if not isinstance(item, (Choice, dict)):
+            raise TypeError(f"{where}: message {position} must be a dict or a Choice, got {shown(item)}")
         fields, residue = encode_message(item, tokens, where)
         columns.append(fields)
         if residue is not None:

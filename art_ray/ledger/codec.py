@@ -17,7 +17,7 @@ import pydantic_core
 
 from art_ray.trajectories import as_number
 
-__all__ = ["decoded", "encoded", "flat_json_text", "is_encodable_text", "json_text", "readable"]
+__all__ = ["decoded", "encoded", "flat_json_text", "is_encodable_text", "json_text", "readable", "shown"]
 
 TAG = "$t"
 MAX_DEPTH = 100
@@ -192,6 +192,15 @@ def flat_json_text(value: dict[Any, Any]) -> str | None:
         return pydantic_core.to_json(value).decode()
     except ValueError:  # a lone surrogate
         return None
+
+
+def shown(value: object) -> str:
+    """Returns type and beginning of a value, for a message; whatever its own `__repr__` does."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<its __repr__ raised {type(error).__name__}>"
+    return f"{type(value).__name__}: {text if len(text) <= 80 else text[:77] + '...'}"
 
 
 def is_encodable_text(text: str) -> bool:

@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+from art_ray.ledger.codec import shown
 from art_ray.trajectories import TrajectoryGroup, as_number
 from art_ray.types import Outcome
 
@@ -36,7 +37,7 @@ def checked_number(value: object, where: str) -> float | int:
         return number
     if isinstance(number, int):
         return number if abs(number) <= 2**53 else _as_float(number, where)
-    raise TypeError(f"{where} must be a number, got {type(value).__name__}: {value!r:.80}")
+    raise TypeError(f"{where} must be a number, got {shown(value)}")
 
 
 def _as_float(number: int, where: str) -> float:
@@ -53,13 +54,13 @@ def checked_metrics(metrics: object, where: str) -> dict[str, float | int]:
         TypeError: not a mapping, a name that is no text, or a value that is no number.
     """
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"{where} must map names to numbers, got {type(metrics).__name__}: {metrics!r:.80}")
+        raise TypeError(f"{where} must map names to numbers, got {shown(metrics)}")
     if set(map(type, metrics)) <= {str} and set(map(type, metrics.values())) <= {float}:
         return metrics if type(metrics) is dict else dict(metrics)
     checked = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise TypeError(f"a name in {where} must be a text, got {type(name).__name__}: {name!r:.80}")
+            raise TypeError(f"a name in {where} must be a text, got {shown(name)}")
         checked[name] = checked_number(value, f"{where}[{name!r:.80}]")
     return checked
 
@@ -123,21 +124,18 @@ def warn_of_built_in(name: str) -> None:
 
 
 def _mean(values: list[float]) -> float:
-    return _total(values) / len(values)
-
-
-def _total(values: list[float]) -> float:
     try:
-        return math.fsum(values)
-    except (OverflowError, ValueError):  # beyond a double, or both infinities
-        return sum(values)
+        return math.fsum(values) / len(values)
+    except OverflowError:  # the sum is beyond a double, but not the mean
+        return math.fsum(value / len(values) for value in values)
+    except ValueError:  # both infinities are among them
+        return math.nan
 
 
 def _population_std(values: list[float]) -> float:
     """Population standard deviation in two passes: no cancellation where the values are large and close."""
+    if max(map(abs, values)) > 1e300:
+        values = [math.ldexp(value, -64) for value in values]  # a power of two: exact
+        return _population_std(values) * 2.0**64
     mean = _mean(values)
-    deviations = [abs(value - mean) for value in values]
-    scale = max(deviations)
-    if scale == 0.0 or not math.isfinite(scale):
-        return scale
-    return scale * math.sqrt(_mean([(deviation / scale) ** 2 for deviation in deviations]))
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values))

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from art_ray.ledger.answers import Tokens, conversation_columns, plain_conversation
-from art_ray.ledger.codec import encoded, flat_json_text, is_encodable_text, json_text, readable
+from art_ray.ledger.codec import encoded, flat_json_text, is_encodable_text, json_text, readable, shown
 from art_ray.ledger.metrics import checked_metrics, checked_number
 from art_ray.ledger.parquet import MESSAGE, NUM_GROUPS_KEY, ROWLESS_KEY, SCHEMA
 from art_ray.trajectories import History, RolloutFailure, Trajectory, TrajectoryGroup, has_spread
@@ -65,7 +65,7 @@ class GroupWriter:
         """
         index, where = self._num_groups, f"group {self._num_groups}"
         if not isinstance(group, TrajectoryGroup):
-            raise TypeError(f"{where} is {type(group).__name__}, not a TrajectoryGroup: {group!r:.80}")
+            raise TypeError(f"{where} is {type(group).__name__}, not a TrajectoryGroup")
         shared, residue = _group_columns(group, where)
         checked = [_checked(trajectory, f"{where}, trajectory {i}") for i, trajectory in enumerate(group.trajectories)]
         spread = has_spread([reward for reward, _ in checked if math.isfinite(reward)])
@@ -137,14 +137,17 @@ class GroupWriter:
         return tokens, columns
 
     def _add_messages(self, trajectory: Trajectory, tokens: Tokens, residue: dict[str, Any], where: str) -> None:
-        plain = plain_conversation(trajectory.messages_and_choices)
+        items = trajectory.messages_and_choices
+        if not isinstance(items, list):
+            raise TypeError(f"{where}: messages_and_choices must be a list, got {shown(items)}")
+        plain = plain_conversation(items)
         if plain is not None:
             roles, contents = plain
             absent = [None] * len(roles)
             fields: Any = roles, contents, absent, absent, [False] * len(roles)
             self._characters += sum(map(len, contents))
         else:
-            columns, in_messages = conversation_columns(trajectory.messages_and_choices, tokens, where)
+            columns, in_messages = conversation_columns(items, tokens, where)
             if in_messages:
                 residue["messages"] = in_messages
             fields = zip(*columns, strict=True)
@@ -220,37 +223,37 @@ def _metrics_column(metrics: dict[str, float], residue: dict[str, Any]) -> str |
 def _metadata_column(metadata: dict[str, Any], residue: dict[str, Any], where: str) -> str | None:
     """Returns metadata as JSON; what ART's reader refuses there (null, lists, dicts) as the JSON text of it."""
     if not isinstance(metadata, dict):
-        raise TypeError(f"{where}: metadata must be a dict, got {type(metadata).__name__}: {metadata!r:.80}")
+        raise TypeError(f"{where}: metadata must be a dict, got {shown(metadata)}")
     if not metadata:
         return None
     if (text := flat_json_text(metadata)) is not None:
         return text
     exact = encoded(metadata, f"{where}: metadata")
-    shown = {
+    column = {
         key: value if isinstance(value, (str, int, float)) else json_text(value)
         for key, value in readable(exact).items()
     }
-    if shown != exact:
+    if column != exact:
         residue["metadata"] = exact
-    return json_text(shown)
+    return json_text(column)
 
 
 def _tools_column(tools: list[dict[str, Any]] | None, residue: dict[str, Any], where: str) -> str | None:
     if tools is None:
         return None
     exact = encoded(tools, f"{where}: tools")
-    shown = readable(exact)
-    if shown != exact or not tools:
+    column = readable(exact)
+    if column != exact or not tools:
         residue["tools"] = exact
-    return json_text(shown) if tools else None
+    return json_text(column) if tools else None
 
 
 def _texts_column(name: str, texts: list[str], residue: dict[str, Any], where: str) -> list[str] | None:
     if not isinstance(texts, list):
-        raise TypeError(f"{where}: {name} must be a list of texts, got {type(texts).__name__}: {texts!r:.80}")
+        raise TypeError(f"{where}: {name} must be a list of texts, got {shown(texts)}")
     for text in texts:
         if not isinstance(text, str):
-            raise TypeError(f"{where}: a line of {name} must be a text, got {type(text).__name__}: {text!r:.80}")
+            raise TypeError(f"{where}: a line of {name} must be a text, got {shown(text)}")
     if all(map(is_encodable_text, texts)):
         return list(texts) or None
     residue[name] = encoded(list(texts), where)
