@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 from art_ray.errors import ArtRayError, ConfigError, DeadlineError, EngineError, ServingError
 from art_ray.serving.adapter import AdapterVersion, LoadedVersion, digest
+from art_ray.serving.asgi import Application
 from art_ray.serving.canary import Canary, check_canary, probe
-from art_ray.serving.front import Application, Front, FrontLimits
+from art_ray.serving.front import Front, FrontLimits
 from art_ray.serving.gate import VersionGate
 from art_ray.serving.guard import TAG, Guard, processes_of, sweep
 from art_ray.serving.last_words import LastWords

@@ -3,6 +3,10 @@
 A pure ASGI application around another one. It checks the key on every route, lets nothing through but the routes of
 its list, bounds the body, resolves the model's name to a version that is held, keeps that version leased while it
 answers, and writes into every answer who sampled it. What it does not know it passes on unchanged.
+
+An agent that names its trajectory, by the header `X-Art-Trajectory-Id` or by a base URL that ends in
+`/trajectories/{id}/v1`, stays on the version it began with (while several are held), and its exchanges are kept for
+`GET /v1/trajectories/{id}` until `DELETE` of the same.
 """
 
 from __future__ import annotations
@@ -11,28 +15,36 @@ import asyncio
 import hmac
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from art_ray.errors import VersionNotServedError
+from art_ray.serving.answer import Labelling
+from art_ray.serving.asgi import (
+    Application,
+    Receive,
+    RefusedError,
+    Scope,
+    Send,
+    Sending,
+    header_of,
+    parsed_object,
+    read_body,
+    replay,
+    send_error,
+    send_json,
+)
 from art_ray.serving.gate import BusyError, VersionGate
-from art_ray.serving.labels import StreamLabels, label_answer, prepare_request
+from art_ray.serving.labels import prepare_request
+from art_ray.serving.recording import Exchange, Recorder
 
-__all__ = ["HOLDER_HEADER", "Front", "FrontLimits"]
+__all__ = ["TRAJECTORY_HEADER", "Front", "FrontLimits"]
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-HOLDER_HEADER = b"x-art-trajectory-id"
-"""Requests that carry the same value stay on one version, the one that answered the first of them."""
+TRAJECTORY_HEADER = b"x-art-trajectory-id"
 _CHAT = "/v1/chat/completions"
-_GENERATING = {_CHAT, "/v1/completions"}
-_UNCHANGED = {"/tokenize", "/detokenize", "/version"}
+_UNCHANGED = {"/tokenize", "/detokenize"}
 _ROUTES = {
     "/health": "GET",
     "/v1/models": "GET",
@@ -42,6 +54,10 @@ _ROUTES = {
     _CHAT: "POST",
     "/v1/completions": "POST",
 }
+_ID = r"[!-.0-~]{1,200}"  # visible ASCII without a slash
+_TRAJECTORY = re.compile(rf"/v1/trajectories/({_ID})")
+_WITHIN_TRAJECTORY = re.compile(rf"/trajectories/({_ID})(/v1/.*)")
+_REPLACED = {b"content-length", b"content-type", b"transfer-encoding", b"accept-encoding", b"authorization"}
 
 
 @dataclass(frozen=True)
@@ -55,15 +71,6 @@ class FrontLimits:
     """Seconds that a client has to send its body."""
 
 
-class RefusedError(Exception):
-    """A request that is answered with an error of OpenAI's shape."""
-
-    def __init__(self, status: int, kind: str, message: str, param: str | None = None, code: Any = None) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.message, self.param = status, kind, message, param
-        self.code = status if code is None else code
-
-
 class Front:
     """The ASGI application that clients talk to.
 
@@ -74,9 +81,10 @@ class Front:
         api_key: what clients must send as bearer token.
         limits: bounds of one request.
         failure: returns why the engine cannot answer (its last words), or None while it can.
-        on_left: awaited after each generating request, so that versions nobody needs any more can be unloaded.
+        on_left: awaited when a version may have become free, so that it can be unloaded.
         refused_fields: fields of a request that would harm the engine, each with the reason; None and False pass.
-        pins: whether a holder's first version is kept for it; without, each request is answered by the current one.
+        pins: whether a trajectory's first version is kept for it; without, each request is answered by the current one.
+        recorder: keeps the exchanges of named trajectories.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class Front:
         on_left: Callable[[], Awaitable[None]] | None = None,
         refused_fields: Mapping[str, str] = MappingProxyType({}),
         pins: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
         self._app = app
         self._gate = gate
@@ -101,6 +110,7 @@ class Front:
         self._on_left = on_left
         self._refused_fields = refused_fields
         self._pins = pins
+        self._recorder = recorder or Recorder(ttl_s=limits.pin_ttl_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one connection, as ASGI has it."""
@@ -109,39 +119,38 @@ class Front:
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            sending = _Sending(send)
+            sending = Sending(send)
             try:
                 await self._answer(scope, receive, sending)
             except RefusedError as refusal:
                 if not sending.started:
-                    await _send_json(send, refusal.status, _error(refusal))
+                    await send_error(send, refusal)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: _Sending) -> None:
-        path, method = scope["path"], scope["method"]
-        if path == "/health" and method == "GET":
+    async def _answer(self, scope: Scope, receive: Receive, send: Sending) -> None:
+        if scope["path"] == "/health" and scope["method"] == "GET":
             failure = self._failure()
-            return await _send_json(send, 200 if failure is None else 503, {"status": failure or "ok"})
+            return await send_json(send, 200 if failure is None else 503, {"status": failure or "ok"})
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) != 1 or not hmac.compare_digest(given[0], self._authorization):
             raise RefusedError(401, "invalid_request_error", "the API key is missing or wrong", code="invalid_api_key")
+        if match := _TRAJECTORY.fullmatch(scope["path"]):
+            return await self._recorded(scope["method"], match[1], send)
+        scope, trajectory = _located(scope)
+        path, method = scope["path"], scope["method"]
         if path not in _ROUTES:
-            raise RefusedError(404, "invalid_request_error", f"no route {path!r:.120}; there are {sorted(_ROUTES)}")
+            raise RefusedError.bad_request(f"no route {path!r:.120}; there are {sorted(_ROUTES)}", status=404)
         if method != _ROUTES[path]:
-            raise RefusedError(405, "invalid_request_error", f"{path} takes {_ROUTES[path]}, not {method!r:.20}")
+            raise RefusedError.bad_request(f"{path} takes {_ROUTES[path]}, not {method!r:.20}", status=405)
         if path == "/v1/models":
-            return await _send_json(send, 200, self._models())
-        self._check_engine()
+            return await send_json(send, 200, self._models())
+        if (failure := self._failure()) is not None:
+            raise RefusedError(503, "server_error", f"the engine died. Its last words:\n{failure}")
         if method == "GET":
             return await self._app(scope, receive, send)
-        body = await self._body(scope, receive)
+        body = await read_body(scope, receive, self._limits.body_bytes, self._limits.body_timeout_s)
         if path in _UNCHANGED:
-            return await self._app(scope, _replay(body, receive), send)
-        return await self._generate(scope, receive, send, _parsed(body))
-
-    def _check_engine(self) -> None:
-        failure = self._failure()
-        if failure is not None:
-            raise RefusedError(503, "server_error", f"the engine died. Its last words:\n{failure}")
+            return await self._app(scope, replay(body, receive), send)
+        return await self._generate(scope, receive, send, parsed_object(body), trajectory)
 
     def _models(self) -> dict[str, Any]:
         table = self._gate.table
@@ -151,40 +160,36 @@ class Front:
         ]
         return {"object": "list", "data": cards}
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        limit = self._limits.body_bytes
-        too_large = RefusedError(413, "invalid_request_error", f"the body is larger than {limit} bytes")
-        for name, value in scope["headers"]:
-            if name == b"content-length" and (not value.isdigit() or int(value) > limit):
-                raise too_large
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise RefusedError(400, "invalid_request_error", "the client left before its request was read")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > limit:
-                        raise too_large
-                    if not message.get("more_body"):
-                        return b"".join(parts)
-        except TimeoutError:
-            raise RefusedError(
-                408, "invalid_request_error", f"the body did not arrive within {self._limits.body_timeout_s:g} s"
-            ) from None
+    async def _recorded(self, method: str, trajectory: str, send: Send) -> None:
+        exchanges = self._recorder.exchanges(trajectory)
+        if method == "DELETE":
+            self._recorder.forget(trajectory)
+            self._gate.table.unpin(trajectory)
+            if self._on_left is not None:
+                await self._on_left()
+            return await send_json(send, 200, {"id": trajectory, "deleted": exchanges is not None})
+        if method != "GET":
+            raise RefusedError.bad_request(f"a trajectory takes GET and DELETE, not {method!r:.20}", status=405)
+        if exchanges is None:
+            raise RefusedError.bad_request(
+                f"nothing is recorded for trajectory {trajectory!r}"
+                f" ({self._recorder.dropped} trajectories were dropped for lack of room or time)",
+                status=404,
+            )
+        content = {"id": trajectory, "exchanges": [exchange.as_json() for exchange in exchanges]}
+        return await send_json(send, 200, content)
 
-    async def _generate(self, scope: Scope, receive: Receive, send: _Sending, request: dict[str, Any]) -> None:
+    async def _generate(
+        self, scope: Scope, receive: Receive, send: Sending, request: dict[str, Any], trajectory: str | None
+    ) -> None:
         for name, reason in self._refused_fields.items():
             if (value := request.get(name)) is not None and value is not False:  # 0 asks for something
-                raise RefusedError(400, "invalid_request_error", f"{name!r} is refused: {reason}", name)
-        holder = _holder(scope) if self._pins else None
+                raise RefusedError.bad_request(f"{name!r} is refused: {reason}", name)
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
-                step = await self._enter(request.get("model"), holder)
+                step = await self._enter(request.get("model"), trajectory if self._pins else None)
                 try:
-                    await self._forward(scope, receive, send, request, step)
+                    await self._forward(scope, receive, send, request, step, trajectory)
                 finally:
                     await self._leave(step)
         except TimeoutError:
@@ -210,153 +215,45 @@ class Front:
             await self._on_left()
 
     async def _forward(
-        self, scope: Scope, receive: Receive, send: _Sending, request: dict[str, Any], step: int
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Sending,
+        request: dict[str, Any],
+        step: int,
+        trajectory: str | None,
     ) -> None:
-        body = json.dumps(prepare_request(request, self._engine_model(step), scope["path"] == _CHAT)).encode()
+        is_chat = scope["path"] == _CHAT
+        body = json.dumps(prepare_request(request, self._engine_model(step), is_chat)).encode()
         headers = [(name, value) for name, value in scope["headers"] if name not in _REPLACED]
         headers += [(b"content-length", str(len(body)).encode()), (b"content-type", b"application/json")]
-        labelling = _Labelling(send, request, step, self._gate.table.served_name(step), self._failure)
-        await self._app({**scope, "headers": headers}, _replay(body, receive), labelling)
-        await labelling.finish()
+
+        def record(choices: list[dict[str, Any]], size_bytes: int) -> None:
+            assert trajectory is not None
+            exchanges = [Exchange(request.get("messages") or [], request.get("tools"), choice) for choice in choices]
+            self._recorder.record(trajectory, exchanges, size_bytes + len(body))
+
+        labelling = Labelling(
+            send,
+            request,
+            step,
+            self._gate.table.served_name(step),
+            self._failure,
+            record if is_chat and trajectory is not None else None,
+        )
+        await self._app({**scope, "headers": headers}, replay(body, receive), labelling)
+        labelling.finish()
 
 
-_REPLACED = {b"content-length", b"content-type", b"transfer-encoding", b"accept-encoding", b"authorization"}
-
-
-class _Sending:
-    """Passes messages on and remembers whether an answer has begun."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.started = False
-
-    async def __call__(self, message: Message) -> None:
-        self.started = True
-        await self._send(message)
-
-
-class _Labelling:
-    """Takes the engine's answer, message by message, and sends it on with its labels."""
-
-    def __init__(
-        self, send: Send, request: dict[str, Any], step: int, served_name: str, failure: Callable[[], str | None]
-    ) -> None:
-        self._send = send
-        self._request, self._step, self._served_name = request, step, served_name
-        self._failure = failure
-        self._start: Message | None = None
-        self._stream: StreamLabels | None = None
-        self._buffer = bytearray()
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._start = message
-            if _content_type(message).startswith(b"text/event-stream"):
-                self._stream = StreamLabels(self._request, self._step, self._served_name)
-                await self._send(message)
-        elif message["type"] == "http.response.body":
-            self._buffer += message.get("body", b"")
-            more = bool(message.get("more_body"))
-            if self._stream is not None:
-                await self._send({"type": "http.response.body", "body": self._events(not more), "more_body": more})
-            elif not more:
-                await self._send_whole()
-        else:
-            await self._send(message)
-
-    async def finish(self) -> None:
-        """Answers in the engine's place where it ended without a word, as it does when the client has left."""
-        if self._start is None:
-            raise RefusedError(503, "server_error", self._failure() or "the engine gave no answer")
-
-    async def _send_whole(self) -> None:
-        assert self._start is not None
-        body, status = bytes(self._buffer), self._start["status"]
-        if status == 200:
-            answer = label_answer(json.loads(body), self._request, self._step, self._served_name)
-            body = json.dumps(answer, ensure_ascii=False).encode()
-        elif status >= 500 and (failure := self._failure()) is not None:
-            raise RefusedError(503, "server_error", f"the engine died. Its last words:\n{failure}")
-        headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
-        headers.append((b"content-length", str(len(body)).encode()))
-        await self._send({**self._start, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
-
-    def _events(self, last: bool) -> bytes:
-        """Returns the complete events of the buffer, labelled, and keeps an incomplete one for later."""
-        assert self._stream is not None
-        events = []
-        while (end := self._buffer.find(b"\n\n")) >= 0:
-            events.append(self._event(bytes(self._buffer[:end])) + b"\n\n")
-            del self._buffer[: end + 2]
-        if last:
-            events.append(bytes(self._buffer))
-            self._buffer.clear()
-        return b"".join(events)
-
-    def _event(self, event: bytes) -> bytes:
-        assert self._stream is not None
-        if not event.startswith(b"data: {"):
-            return event  # the end mark, or a comment
-        chunk = json.loads(event[len(b"data: ") :])
-        if "choices" not in chunk:
-            return event  # an error that the engine reports inside the stream
-        return b"data: " + json.dumps(self._stream.label(chunk), ensure_ascii=False).encode()
-
-
-def _parsed(body: bytes) -> dict[str, Any]:
-    try:
-        request = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(400, "invalid_request_error", f"the body is not valid JSON: {error}") from None
-    if not isinstance(request, dict):
-        raise RefusedError(400, "invalid_request_error", f"the body must be an object, not {type(request).__name__}")
-    return request
-
-
-def _holder(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == HOLDER_HEADER:
-            text: str = value.decode("latin-1")
-            if not re.fullmatch(r"[!-~]{1,200}", text):
-                raise RefusedError(
-                    400, "invalid_request_error", f"{HOLDER_HEADER.decode()} takes 1 to 200 visible ASCII characters"
-                )
-            return text
-    return None
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Returns a `receive` that gives the whole body first and then waits for the client to leave."""
-    given = False
-
-    async def replayed() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replayed
-
-
-def _content_type(start: Message) -> bytes:
-    return next((bytes(value) for name, value in start["headers"] if name.lower() == b"content-type"), b"")
-
-
-def _error(refusal: RefusedError) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": refusal.message,
-            "type": refusal.kind,
-            "param": refusal.param,
-            "code": refusal.code,
-        }
-    }
-
-
-async def _send_json(send: Send, status: int, content: dict[str, Any]) -> None:
-    body = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _located(scope: Scope) -> tuple[Scope, str | None]:
+    """Returns the scope with the trajectory taken out of its path, and the trajectory's id by path or header."""
+    named = header_of(scope, TRAJECTORY_HEADER)
+    by_header = None if named is None else named.decode("latin-1")
+    if by_header is not None and not re.fullmatch(_ID, by_header):
+        raise RefusedError.bad_request("a trajectory's id is 1 to 200 visible ASCII characters without a slash")
+    match = _WITHIN_TRAJECTORY.fullmatch(scope["path"])
+    if match is None:
+        return scope, by_header
+    if by_header not in (None, match[1]):
+        raise RefusedError.bad_request(f"the path names trajectory {match[1]!r}, the header {by_header!r}")
+    return {**scope, "path": match[2], "raw_path": match[2].encode()}, match[1]

@@ -17,7 +17,7 @@ from typing import Any
 
 from art_ray.errors import ConfigError, EngineError, ServingError
 from art_ray.serving.adapter import AdapterVersion
-from art_ray.serving.front import Application
+from art_ray.serving.asgi import Application
 from art_ray.serving.spec import EngineSpec
 from art_ray.types import nearest
 

@@ -14,9 +14,10 @@ import pytest
 
 from art_ray.errors import ServingError
 from art_ray.serving.adapter import AdapterVersion
+from art_ray.serving.recording import Exchange, conversations
 from art_ray.trajectories import Sampling
 from tests.serving.adapters import adapter_of, reference_logprobs, write_adapter
-from tests.serving.conftest import QUESTION, Replica, until
+from tests.serving.conftest import KEY, QUESTION, Replica, until
 from tests.small_models import make_tiny_model
 
 only_adapter = pytest.mark.parametrize("replica", ["adapter"], indirect=True)
@@ -299,3 +300,29 @@ async def test_a_place_for_a_version_is_awaited_until_the_deadline(replica: Repl
     assert not done
     await replica.engine.unpin("evaluation")
     assert (await loading).step == 4
+
+
+CURL = """
+curl -sSN "$BASE_URL/chat/completions" -H "Authorization: Bearer $KEY" -H "Content-Type: application/json" \\
+  -d '{{"model": "policy", "max_tokens": 6, "stream": {streamed}, "messages": [{{"role": "user", "content": "Yes?"}}]}}'
+"""
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_curl_command_with_a_trajectory_in_its_url_leaves_a_trainable_conversation(
+    replica: Replica, client: openai.AsyncOpenAI, streamed: bool
+):
+    await replica.load(1)
+    name = f"curl-{streamed}"
+    base_url = replica.endpoint.base_url.removesuffix("/v1") + f"/trajectories/{name}/v1"
+    command = CURL.format(streamed=str(streamed).lower())
+    environment = {**os.environ, "BASE_URL": base_url, "KEY": KEY}
+    curl = await asyncio.create_subprocess_shell(command, env=environment, stdout=asyncio.subprocess.PIPE)
+    await curl.communicate()
+    assert curl.returncode == 0
+    recorded = await client.get(f"/trajectories/{name}", cast_to=object)
+    ((items, _),) = conversations([Exchange(**exchange) for exchange in recorded["exchanges"]])  # type: ignore[index]
+    sampling = sampling_of(items[-1])
+    assert items[0] == {"role": "user", "content": "Yes?"}
+    assert error_from(replica, sampling, 1) < EXACT
+    await client.delete(f"/trajectories/{name}", cast_to=object)

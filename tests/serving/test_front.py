@@ -205,7 +205,7 @@ async def test_with_merged_weights_a_trajectory_is_answered_by_the_current_versi
     assert house.table.status()["versions"][4]["holders"] == []
 
 
-@pytest.mark.parametrize("value", ["", "a b", "x" * 201, "\xff"])
+@pytest.mark.parametrize("value", ["", "a b", "x" * 201, "\xff", "a/b"])
 async def test_a_trajectory_id_is_short_visible_ascii(house: House, value: str):
     response = await house.client.post(
         CHAT, json={"model": "policy"}, headers=[(b"x-art-trajectory-id", value.encode("latin-1"))]
@@ -359,3 +359,59 @@ async def test_a_field_that_would_harm_the_engine_is_refused_with_the_reason():
     response = await house.chat(prompt_logprobs=0)
     assert response.status_code == 400
     assert "dies of it" in error_of(response)["message"]
+
+
+async def recorded(house: House, trajectory: str) -> list[dict[str, Any]]:
+    response = await house.client.get(f"/v1/trajectories/{trajectory}")
+    assert response.status_code == 200
+    return response.json()["exchanges"]
+
+
+async def test_a_trajectory_named_by_header_or_by_path_finds_its_exchanges(house: House):
+    request = {"model": "policy", "messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}
+    await house.client.post(CHAT, json=request, headers={"x-art-trajectory-id": "t1"})
+    await house.client.post(f"/trajectories/t1{CHAT}", json=request)
+    await house.client.post(f"/trajectories/t2{CHAT}", json={**request, "messages": []})
+    await house.chat()
+    assert [path for path, _ in house.app.requests] == [CHAT] * 4
+    first, second = await recorded(house, "t1")
+    assert first == second
+    assert first["messages"] == request["messages"]
+    assert first["tools"] == request["tools"]
+    assert first["choice"]["policy_version"] == 4
+    assert first["choice"]["prompt_token_ids"] == [1, 2]
+    assert len(await recorded(house, "t2")) == 1
+
+
+async def test_a_forgotten_trajectory_is_gone_and_gives_its_version_back(house: House):
+    await house.client.post(f"/trajectories/t1{CHAT}", json={"model": "policy@3", "messages": []})
+    assert house.table.removable() == []
+    assert (await house.client.delete("/v1/trajectories/t1")).json() == {"id": "t1", "deleted": True}
+    assert house.table.removable() == [3]
+    assert (await house.client.get("/v1/trajectories/t1")).status_code == 404
+    assert (await house.client.delete("/v1/trajectories/t1")).json() == {"id": "t1", "deleted": False}
+
+
+async def test_recordings_need_the_key(house: House):
+    for path in ("/v1/trajectories/t1", f"/trajectories/t1{CHAT}"):
+        assert (await house.client_with({}).get(path)).status_code == 401
+
+
+async def test_a_trajectory_prefix_opens_no_other_route(house: House):
+    for path in ("/trajectories/t1/health", "/trajectories/t1/sleep", "/trajectories/t1/v1/trajectories/t1",
+                 "/trajectories/a/b/v1/models", "/trajectories//v1/models"):  # fmt: skip
+        assert (await house.client.get(path)).status_code == 404
+    assert not house.app.requests
+
+
+async def test_path_and_header_must_name_one_trajectory(house: House):
+    response = await house.client.post(
+        f"/trajectories/t1{CHAT}", json={"model": "policy"}, headers={"x-art-trajectory-id": "t2"}
+    )
+    assert response.status_code == 400
+
+
+async def test_an_error_is_not_recorded(house: House):
+    house.app.status, house.app.answer = 400, {"error": {"message": "too long"}}
+    await house.client.post(f"/trajectories/t1{CHAT}", json={"model": "policy", "messages": []})
+    assert (await house.client.get("/v1/trajectories/t1")).status_code == 404
