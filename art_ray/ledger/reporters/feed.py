@@ -12,7 +12,7 @@ holds the reporter's lock. wandb would drop rows if two processes wrote to one r
 
 from __future__ import annotations
 
-import atexit
+import concurrent.futures.thread  # noqa: F401 (wandb imports it, which is refused once the script has ended)
 import json
 import logging
 import threading
@@ -36,6 +36,8 @@ POLL_S = 2.0
 """How often the history is looked at for lines of other processes."""
 RETRY_S = 60.0
 """Pause after a failure of the reporter."""
+AT_EXIT_S = 15.0
+"""How long the end of a script that did not close its model is held up for the reporters."""
 REMEMBER_S = 10.0
 """How often `sent_bytes` is written while the reporter runs."""
 UNSURE_BYTES = 64 << 10
@@ -75,6 +77,7 @@ class Feed:
             self._closing.clear()
             self._thread = threading.Thread(target=self._run, name=f"report-{self._name}", daemon=True)
             self._thread.start()
+            _close_at_exit(self)
         self._wake.set()
 
     def close(self, timeout_s: float) -> None:
@@ -149,8 +152,13 @@ class Feed:
         return True
 
     def _is_behind(self) -> bool:
-        sent = self._sent_bytes if self._is_started else self._memory().get("sent_bytes", 0)
+        sent = self._sent_bytes if self._is_started else self._resumed_at(self._memory())
         return any(True for _ in self._history.lines(sent))
+
+    def _resumed_at(self, memory: dict[str, Any]) -> int:
+        """Returns where sending goes on: at the start if the history is another one than before."""
+        sent = memory.get("sent_bytes", 0)
+        return sent if sent <= self._history.size_bytes() else 0
 
     def _memory(self) -> dict[str, Any]:
         return dict(self._state.read().get("reporters", {}).get(self._name, {}))
@@ -162,15 +170,11 @@ class Feed:
 
     def _start(self) -> None:
         memory = self._memory()
-        self._sent_bytes = memory.get("sent_bytes", 0)
-        if self._sent_bytes > self._history.size_bytes():
-            self._sent_bytes = 0  # the history is another one than before
+        self._sent_bytes = self._resumed_at(memory)
         self.where = self._reporter.start(memory)
         self._is_started = True
         self._remember(memory)
         logger.info("%s shows %s at %s", self._name, self._history.path, self.where)
-        # After the reporter's own exit hooks were registered, so that this one runs before them.
-        atexit.register(_close_at_exit, weakref.ref(self))
 
     def _send_all(self) -> None:
         rows: list[dict[str, Any]] = []
@@ -226,7 +230,22 @@ def _row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _close_at_exit(feed: weakref.ref[Feed]) -> None:
-    alive = feed()
-    if alive is not None:
-        alive.close(timeout_s=15.0)
+_feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
+_closer: threading.Thread | None = None
+
+
+def _close_at_exit(feed: Feed) -> None:
+    """Sees to it that `feed` is closed when the script ends without doing so."""
+    global _closer
+    _feeds.add(feed)
+    if _closer is None:
+        # No daemon: the interpreter waits for it, and runs exit hooks (a reporter's own among them) only afterwards.
+        _closer = threading.Thread(target=_close_when_the_script_ends, name="reports-at-exit", daemon=False)
+        _closer.start()
+
+
+def _close_when_the_script_ends() -> None:
+    threading.main_thread().join()
+    deadline = time.monotonic() + AT_EXIT_S
+    for feed in list(_feeds):
+        feed.close(max(0.1, deadline - time.monotonic()))

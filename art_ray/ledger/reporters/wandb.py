@@ -23,7 +23,7 @@ def has_key() -> bool:
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
     try:
-        return host is not None and netrc.netrc().authenticators(host) is not None
+        return host is not None and netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
 
