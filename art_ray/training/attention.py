@@ -100,10 +100,7 @@ def visible(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Torch's CPU flash kernels, block by block, so that no time goes to pairs of blocks that do not see each other.
-
-    The query heads that share a key head are laid out as further queries of that head, so that keys are never repeated.
-    """
+    """Torch's CPU flash kernels, block by block, so that no time goes to pairs of blocks that do not see each other."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: list[Block], scale: float) -> Tensor:
@@ -111,11 +108,14 @@ class _BlockAttention(torch.autograd.Function):
         output = query.new_empty(1, num_tokens, heads, size)
         normalizers = []
         for block in blocks:
-            q, k, v = _folded(query, block, key.shape[1]), key[:, :, block.keys], value[:, :, block.keys]
-            out, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, attn_mask=_repeated(block.bias, q), scale=scale
+            part, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query[:, :, block.start : block.end],
+                key[:, :, block.keys],
+                value[:, :, block.keys],
+                attn_mask=block.bias,
+                scale=scale,
             )
-            output[:, block.start : block.end] = _unfolded(out, heads)
+            output[:, block.start : block.end] = part.transpose(1, 2)
             normalizers.append(normalizer)
         ctx.save_for_backward(query, key, value, output, *normalizers)
         ctx.blocks, ctx.scale = blocks, scale
@@ -124,40 +124,32 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, value, output, *normalizers = ctx.saved_tensors
-        heads, key_heads = query.shape[1], key.shape[1]
-        # In float32 whatever the dtype: the kernel's own bfloat16 backward is 3 to 5 times slower.
         dtype = query.dtype
+        # In float32 whatever the dtype: the kernel's own bfloat16 backward is 3 to 5 times slower.
         query, key, value = query.float(), key.float(), value.float()
         output, grad = output.float().transpose(1, 2), grads[0].float().transpose(1, 2)
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for block, normalizer in zip(ctx.blocks, normalizers, strict=True):
-            q, out, g = (_folded(tensor, block, key_heads) for tensor in (query, output, grad))
-            k, v = key[:, :, block.keys], value[:, :, block.keys]
-            grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                g, q, k, v, out, normalizer, 0.0, False, attn_mask=_repeated(block.bias.float(), q), scale=ctx.scale
+            own = slice(block.start, block.end)
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad[:, :, own],
+                query[:, :, own],
+                key[:, :, block.keys],
+                value[:, :, block.keys],
+                output[:, :, own],
+                normalizer,
+                0.0,
+                False,
+                attn_mask=block.bias.float(),
+                scale=ctx.scale,
             )
-            grad_query[:, :, block.start : block.end] = _unfolded(grad_q, heads).transpose(1, 2)
-            for total, part in ((grad_key, grad_k), (grad_value, grad_v)):
+            grad_query[:, :, own] = parts[0]
+            for total, part in zip((grad_key, grad_value), parts[1:], strict=True):
                 if isinstance(block.keys, slice):
                     total[:, :, block.keys] += part
                 else:
                     total.index_add_(2, block.keys, part)
         return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype), None, None
-
-
-def _folded(tensor: Tensor, block: Block, key_heads: int) -> Tensor:
-    """[1, heads, T, D] -> [1, key heads, heads / key heads * Q, D] of the block's queries."""
-    part = tensor[:, :, block.start : block.end]
-    return part.reshape(1, key_heads, -1, tensor.shape[-1])
-
-
-def _unfolded(tensor: Tensor, heads: int) -> Tensor:
-    """[1, key heads, heads / key heads * Q, D] -> [1, Q, heads, D]."""
-    return tensor.reshape(1, heads, -1, tensor.shape[-1]).transpose(1, 2)
-
-
-def _repeated(bias: Tensor, folded: Tensor) -> Tensor:
-    return bias.repeat(1, 1, folded.shape[2] // bias.shape[2], 1)
 
 
 def tree_attention(
