@@ -7,10 +7,12 @@ on to them. So the model stays unchanged, and the tree travels as the argument `
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from art_ray.errors import ConfigError
 
@@ -40,7 +42,9 @@ class Block:
 class Tree:
     """The structure of one packed row, on the model's device. What layers share is computed once."""
 
-    def __init__(self, positions: Tensor, subtree_end: Tensor) -> None:
+    def __init__(self, positions: Tensor, subtree_end: Tensor, *, use_flex: bool = False) -> None:
+        self.use_flex = use_flex
+        """FlexAttention in place of blocks of CPU kernels."""
         self.positions = positions
         """int64 [T], depths."""
         self.subtree_end = subtree_end
@@ -48,6 +52,7 @@ class Tree:
         self.windows_seen: set[int | None] = set()
         """Sliding windows that layers have asked for; None is full attention."""
         self._blocks: dict[tuple[int | None, torch.dtype], list[Block]] = {}
+        self._block_masks: dict[int | None, BlockMask] = {}
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
         """Returns blocks that cover the row, for a sliding window (None: none)."""
@@ -57,6 +62,21 @@ class Tree:
                 self._block(start, end, window, dtype) for start, end in _cuts(self.positions.tolist())
             ]
         return self._blocks[window, dtype]
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """Returns the same for FlexAttention."""
+        self.windows_seen.add(window)
+        if window not in self._block_masks:
+            positions, subtree_end = self.positions, self.subtree_end
+
+            def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                del batch, head
+                seen = (key <= query) & (query < subtree_end[key])
+                return seen if window is None else seen & (positions[query] - positions[key] < window)
+
+            length = len(positions)
+            self._block_masks[window] = create_block_mask(sees, 1, 1, length, length, device=positions.device)
+        return self._block_masks[window]
 
     def _block(self, start: int, end: int, window: int | None, dtype: torch.dtype) -> Block:
         mask = visible(self.positions, self.subtree_end, window, start, end)
@@ -176,8 +196,20 @@ def tree_attention(
     if softcap is not None or s_aux is not None or dropout:
         raise ConfigError("capped attention scores, attention sinks and attention dropout cannot be trained here")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if tree.use_flex:
+        # Heads [1, heads, T, D] -> [1, T, heads, D], which the projection after it flattens.
+        attended: Tensor = _flex(query.is_cuda)(
+            query, key, value, block_mask=tree.block_mask(sliding_window), scale=scale, enable_gqa=True
+        )
+        return attended.transpose(1, 2), None
     output: Tensor = _BlockAttention.apply(query, key, value, tree.blocks(sliding_window, query.dtype), scale)
     return output, None
+
+
+@cache
+def _flex(compiled: bool) -> Any:
+    # Uncompiled, as on a CPU, it computes all pairs, and has no backward pass: for tests of the forward pass alone.
+    return torch.compile(flex_attention) if compiled else flex_attention
 
 
 def register() -> str:

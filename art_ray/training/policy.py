@@ -26,6 +26,8 @@ __all__ = ["ADAPTER_FILE", "Policy", "check_base_model", "has_fast_bfloat16"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """The adapter's weights inside a checkpoint, as PEFT names them."""
+_FLEX_BLOCK = 128
+"""FlexAttention's block: rows are filled up to a multiple of it, so that few lengths are compiled."""
 
 
 class Policy:
@@ -45,6 +47,7 @@ class Policy:
         self.device = _device(config)
         self.dtype = _dtype(config, self.device)
         causal_lm = _load(base_model, self.dtype)
+        _check_layer_types(causal_lm, base_model)
         self._decoder = causal_lm.get_decoder()
         self._head = _head_of(causal_lm)
         self.model = _with_adapter(causal_lm, lora, base_model, config.seed).to(self.device)
@@ -65,13 +68,7 @@ class Policy:
         Returns:
             float32 [K] with a gradient to the adapter; float32 [K] without.
         """
-        tree = attention.Tree(self._tensor(row.positions), self._tensor(row.subtree_end))
-        hidden = self._decoder(
-            input_ids=self._tensor(row.tokens)[None],
-            position_ids=tree.positions[None],
-            use_cache=False,
-            tree=tree,
-        ).last_hidden_state[0]
+        hidden, _ = self._hidden(row)
         return chunked_logprobs(
             hidden,
             self._tensor(row.sources),
@@ -80,6 +77,33 @@ class Policy:
             self._head,
             self.config.logprob_chunk_tokens,
         )
+
+    def _hidden(self, row: PackedRow) -> tuple[Tensor, attention.Tree]:
+        """The last layer's output [T, H] with a gradient, and the tree that the layers used."""
+        # Tokens added to fill a block see only themselves, and nothing sees them.
+        padding = np.zeros(self.padding(row), dtype=np.int64)
+        alone = np.arange(len(row), len(row) + len(padding)) + 1
+        tree = attention.Tree(
+            self._tensor(np.concatenate([row.positions, padding])),
+            self._tensor(np.concatenate([row.subtree_end, alone])),
+            use_flex=self._uses_flex,
+        )
+        hidden = self._decoder(
+            input_ids=self._tensor(np.concatenate([row.tokens, padding]))[None],
+            position_ids=tree.positions[None],
+            use_cache=False,
+            tree=tree,
+        ).last_hidden_state[0]
+        return hidden, tree
+
+    def padding(self, row: PackedRow) -> int:
+        """Returns the number of tokens that are added to the row before it is computed."""
+        return -len(row) % _FLEX_BLOCK if self._uses_flex else 0
+
+    @property
+    def _uses_flex(self) -> bool:
+        asked = self.config.attention
+        return asked == "flex" or (asked == "auto" and self.device.type == "cuda")
 
     @torch.no_grad()
     def reference_logprobs(self, row: PackedRow) -> Tensor:
@@ -159,6 +183,7 @@ class Policy:
         samples = _forked_samples(self._head.weight.shape[0])
         row = pack_row(samples)
         with self._evaluating():
+            _check_windows(causal_lm, self._hidden(row)[1].windows_seen, self.base_model)
             packed = self.logprobs(row)[0]
             with _own_attention(causal_lm):
                 own = [self._plain_logprobs(causal_lm, sample) for sample in samples]
@@ -178,6 +203,29 @@ class Policy:
         logits = causal_lm(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
         logprobs = torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0]
         return logprobs[self._tensor(sample.trained[1:])]
+
+
+def _check_layer_types(causal_lm: Any, base_model: str) -> None:
+    """Refuses kinds of attention that are not computed here; a short check of numbers could not tell them apart."""
+    config = causal_lm.config.get_text_config()
+    unknown = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if unknown or getattr(config, "attention_chunk_size", None):
+        raise ConfigError(
+            f"{base_model} ({type(causal_lm).__name__}) cannot be trained: it has layers of "
+            f"{', '.join(sorted(unknown)) or 'chunked attention'}. Supported are full and sliding-window attention"
+        )
+
+
+def _check_windows(causal_lm: Any, windows_seen: set[int | None], base_model: str) -> None:
+    """Refuses a model with sliding windows whose layers do not hand them to the attention function."""
+    config = causal_lm.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [])
+    has_window = "sliding_attention" in kinds or (not kinds and getattr(config, "sliding_window", None) is not None)
+    if has_window and windows_seen == {None}:
+        raise ConfigError(
+            f"{base_model} ({type(causal_lm).__name__}) cannot be trained: its layers have a sliding window that they "
+            "do not hand to the attention function"
+        )
 
 
 def _forked_samples(vocabulary: int) -> list[TrainingSample]:

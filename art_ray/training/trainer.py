@@ -96,7 +96,10 @@ class Trainer:
             results = [
                 train_step(self._policy, self._optimizer, batch, config, self._ranks, progress) for batch in batches
             ]
-        metrics = _metrics(work, batches, results, config) | {"seconds": time.monotonic() - started}
+        metrics = _metrics(work, batches, results, config) | {
+            "tokens_padding": float(sum(self._policy.padding(row) for batch in batches for row in batch.rows)),
+            "seconds": time.monotonic() - started,
+        }
         metrics = self._commit(step + 1, metrics, config)
         self.step, self._is_torn = step + 1, False
         return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,13 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from art_ray.errors import ConfigError
 from art_ray.training.config import LoraSettings, TrainerConfig
+from art_ray.training.logprobs import Head
 from art_ray.training.loss import LossInput, policy_gradient_loss
 from art_ray.training.packing import TrainingBatch, pack
 from art_ray.training.policy import Policy, _own_attention
 from art_ray.training.samples import TrainingSample
 from art_ray.types import TrainConfig
-from tests.small_models import Kind
+from tests.small_models import Kind, make_tiny_model
 from tests.training.made import sample
 
 KINDS: tuple[Kind, ...] = ("llama", "qwen3", "gemma")
@@ -58,6 +61,12 @@ def packed(policy: Policy, batch: TrainingBatch) -> tuple[dict[float, Tensor], l
             chosen = row.sequences == sequence
             found[float(row.advantages[chosen][0])] = logprobs.detach()[torch.from_numpy(chosen)]
     return found, [p.grad.clone() for p in policy.adapter.values()]
+
+
+def adapter_state(policy: Policy) -> dict[str, Tensor]:
+    from peft import get_peft_model_state_dict
+
+    return get_peft_model_state_dict(policy.model, save_embedding_layers=False)
 
 
 def relative_difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
@@ -125,6 +134,67 @@ def test_the_window_of_a_sliding_layer_counts_along_the_path_and_not_along_the_r
     found, _ = packed(policies["gemma"], pack(samples, 100))
     for item, wanted in zip(samples, expected, strict=True):
         torch.testing.assert_close(found[item.advantage], wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flex_attention_gives_the_same_log_probabilities_in_its_forward_pass(
+    tiny_models: dict[Kind, Path], policies: dict[Kind, Policy], kind: Kind
+) -> None:
+    lora = LoraSettings(init_lora_weights=False)
+    flex = Policy(str(tiny_models[kind]), lora, TrainerConfig(dtype="float32", device="cpu", attention="flex"))
+    generator = np.random.default_rng(4)
+    stem = generator.integers(0, 512, 30).tolist()
+    row = pack([sample([*stem, *generator.integers(0, 512, 20).tolist()], range(25, 50)) for _ in range(3)], 200).rows[
+        0
+    ]
+    assert flex.padding(row) == 128 - 90
+    with torch.no_grad():
+        expected, _ = policies[kind].logprobs(row)
+        found, _ = flex.logprobs(row)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+
+def test_a_kind_of_attention_that_is_not_computed_is_refused(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, "qwen3", vocab_size=512)
+    config = json.loads((path / "config.json").read_text())
+    config["layer_types"] = ["chunked_attention", "full_attention"]
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="chunked_attention"):
+        Policy(str(path), LoraSettings(), TrainerConfig(dtype="float32", device="cpu"))
+
+
+def test_an_output_layer_that_is_not_understood_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    # Granite divides its logits; as if that setting had a name unknown here.
+    config = GraniteConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        logits_scaling=8.0,
+    )
+    GraniteForCausalLM(config).save_pretrained(tmp_path)
+    Policy(str(tmp_path), LoraSettings(), TrainerConfig(dtype="float32", device="cpu"))
+    monkeypatch.setattr("art_ray.training.policy._head_of", lambda lm: Head(lm.get_output_embeddings().weight))
+    with pytest.raises(ConfigError, match="differ by"):
+        Policy(str(tmp_path), LoraSettings(), TrainerConfig(dtype="float32", device="cpu"))
+
+
+def test_bfloat16_stays_near_float32_and_its_gradient_points_the_same_way(
+    tiny_model: Path, policies: dict[Kind, Policy]
+) -> None:
+    lora = LoraSettings(init_lora_weights=False)
+    half = Policy(str(tiny_model), lora, TrainerConfig(dtype="bfloat16", device="cpu"))
+    half.load_adapter(adapter_state(policies["qwen3"]))
+    samples = [sample([7, 8, 9, 10 + i, 11, 12], [3, 4, 5], float(i + 1)) for i in range(3)]
+    logprobs, gradients = packed(half, pack(samples, 100))
+    expected_logprobs, expected_gradients = packed(policies["qwen3"], pack(samples, 100))
+    for advantage, expected in expected_logprobs.items():
+        torch.testing.assert_close(logprobs[advantage], expected, atol=0.5, rtol=0)
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+    assert relative_difference(gradients, expected_gradients) < 0.1
 
 
 def test_gradient_checkpointing_changes_no_number(tiny_model: Path, policies: dict[Kind, Policy]) -> None:
