@@ -20,6 +20,7 @@ from art_ray.ledger.codec import decoded, encoded, is_encodable_text, json_text,
 from art_ray.trajectories import Choice, Message, MessagesAndChoices, Sampling
 
 __all__ = [
+    "NO_TOKENS",
     "Columns",
     "TokenReader",
     "Tokens",
@@ -31,7 +32,8 @@ __all__ = [
 
 MessageColumns = tuple[str | None, str | None, str | None, str | None, bool]
 """role, content, tool_calls, tool_call_id, trainable: the fields of the `messages` column."""
-_ROLE_AND_CONTENT = itemgetter("role", "content")
+_ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
+_ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 
 
 @dataclass
@@ -49,6 +51,10 @@ class Tokens:
     finish_reason: str | None = None
     """Of the last answer."""
     num_answers: int = 0
+
+
+NO_TOKENS = Tokens()
+"""Of a trajectory without any answer; shared, and never added to."""
 
 
 def encode_message(item: Choice | Message, tokens: Tokens, where: str) -> tuple[MessageColumns, Any]:
@@ -288,17 +294,18 @@ def conversation_columns(
     return columns, residues
 
 
-def plain_conversation(items: MessagesAndChoices) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Returns roles and contents, where every message is a dict of just these two ASCII texts; otherwise None.
+def plain_conversation(items: MessagesAndChoices) -> tuple[list[str], list[str], int] | None:
+    """Returns roles, contents and their total length, where every message is a dict of just these two; otherwise None.
 
     What `conversation_columns` would find, message by message, for most conversations without sampled answers: this is
-    six times faster, and such messages come by the ten thousand.
+    many times faster, and such messages come by the ten thousand.
     """
-    if set(map(type, items)) != {dict} or set(map(len, items)) != {2}:  # type: ignore[arg-type]
-        return None
     try:
-        roles, contents = zip(*map(_ROLE_AND_CONTENT, items), strict=True)  # type: ignore[arg-type]
-        is_ascii = all(map(str.isascii, roles)) and all(map(str.isascii, contents))
-    except (KeyError, TypeError):  # other keys, or something that is no text
+        num_keys = sum(map(len, items))  # type: ignore[arg-type]
+        roles = list(map(_ROLE, items))  # type: ignore[arg-type]
+        contents = list(map(_CONTENT, items))  # type: ignore[arg-type]
+        text = "".join(contents)
+        is_plain = num_keys == 2 * len(items) and _ROLES.issuperset(roles)
+    except (KeyError, TypeError):  # a Choice, other keys, or something that is no text
         return None
-    return (roles, contents) if is_ascii else None
+    return (roles, contents, len(text)) if is_plain and is_encodable_text(text) else None

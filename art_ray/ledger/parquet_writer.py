@@ -12,8 +12,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from art_ray.ledger.answers import Tokens, conversation_columns, plain_conversation
-from art_ray.ledger.codec import encoded, flat_json_text, is_encodable_text, json_text, readable, shown
+from art_ray.ledger.answers import NO_TOKENS, Tokens, conversation_columns, plain_conversation
+from art_ray.ledger.codec import (
+    encoded,
+    finite_json_text,
+    flat_json_text,
+    is_encodable_text,
+    json_text,
+    readable,
+    shown,
+)
 from art_ray.ledger.metrics import checked_metrics, checked_number
 from art_ray.ledger.parquet import MESSAGE, NUM_GROUPS_KEY, ROWLESS_KEY, SCHEMA
 from art_ray.trajectories import History, RolloutFailure, Trajectory, TrajectoryGroup, has_spread
@@ -42,6 +50,10 @@ _REPEATED = [
 """Dictionaries pay where values repeat; free text and token ids do not, and hashing them takes a third of the time."""
 
 
+_SOUGHT = ["group_index", "reward", "outcome", "policy_version", "duration"]
+"""Columns whose smallest and largest value readers may use to pass over row groups."""
+
+
 class GroupWriter:
     """Writes groups to a parquet file as they come, one row group in memory at a time.
 
@@ -51,7 +63,9 @@ class GroupWriter:
     """
 
     def __init__(self, path: Path, *, for_training: bool = False) -> None:
-        self._file = pq.ParquetWriter(path, SCHEMA, compression="zstd", use_dictionary=_REPEATED)
+        self._file = pq.ParquetWriter(
+            path, SCHEMA, compression="zstd", use_dictionary=_REPEATED, write_statistics=_SOUGHT
+        )
         self._for_training = for_training
         self._rowless: list[tuple[int, dict[str, Any]]] = []
         self._num_groups = 0
@@ -69,13 +83,14 @@ class GroupWriter:
         shared, residue = _group_columns(group, where)
         checked = [_checked(trajectory, f"{where}, trajectory {i}") for i, trajectory in enumerate(group.trajectories)]
         spread = has_spread([reward for reward, _ in checked if math.isfinite(reward)])
+        of_group = (index, *shared.values())
         outcomes = []
         failures = [_failure(failure) for failure in group.exceptions]
         for i, (trajectory, (reward, metrics)) in enumerate(zip(group.trajectories, checked, strict=True)):
             tokens, columns = self._columns_of(trajectory, metrics, f"{where}, trajectory {i}")
             outcomes.append(outcome := self._outcome(reward, tokens, spread))
             of_first = (failures or None, residue) if i == 0 else (None, None)
-            self._rows.append((index, *shared.values(), reward, *columns, str(outcome), *of_first))
+            self._rows.append((*of_group, reward, *columns, str(outcome), *of_first))
         if not group.trajectories:
             self._rowless.append((index, {**shared, "group_exceptions": failures, "group_residue": residue}))
         self._num_groups += 1
@@ -108,53 +123,60 @@ class GroupWriter:
         self, trajectory: Trajectory, metrics: dict[str, float], where: str
     ) -> tuple[Tokens, tuple[Any, ...]]:
         """Returns the tokens of a trajectory and its columns `_OF_TRAJECTORY`; keeps its messages and tokens."""
-        tokens = Tokens()
         residue: dict[str, Any] = {}
-        self._add_messages(trajectory, tokens, residue, where)
-        if trajectory.additional_histories:
-            residue["histories"] = [
-                _history(history, tokens, f"{where}, history {i}")
-                for i, history in enumerate(trajectory.additional_histories)
-            ]
+        tokens = self._add_messages(trajectory, residue, where)
         metadata = _metadata_column(trajectory.metadata, residue, where)
         tools = _tools_column(trajectory.tools, residue, where)
+        logs = _texts_column("logs", trajectory.logs, residue, where)
+        shown_metrics = _metrics_column(metrics, residue)
+        rest = json_text(residue) if residue else None
+        self._tokens.append(tokens)
+        self._characters += len(metadata or "") + len(rest or "")
         duration = metrics.get("duration")
-        columns = (
-            _metrics_column(metrics, residue),
+        return tokens, (
+            shown_metrics,
             metadata,
             tools,
-            _texts_column("logs", trajectory.logs, residue, where),
+            logs,
             None if duration is None else float(duration),
             tokens.num_answers,
             tokens.finish_reason,
-            min(tokens.versions, default=None),
-            rest := json_text(residue) if residue else None,
+            min(tokens.versions) if tokens.versions else None,
+            rest,
         )
-        self._tokens.append(tokens)
-        self._characters += sum(len(text) for text in (metadata, tools, rest) if text)
-        if tokens.prompt_token_ids:
-            self._characters += 4 * sum(map(len, tokens.prompt_token_ids))
-        return tokens, columns
 
-    def _add_messages(self, trajectory: Trajectory, tokens: Tokens, residue: dict[str, Any], where: str) -> None:
+    def _add_messages(self, trajectory: Trajectory, residue: dict[str, Any], where: str) -> Tokens:
+        """Keeps the messages of a trajectory, and returns the tokens in them and in its further histories."""
         items = trajectory.messages_and_choices
         if not isinstance(items, list):
             raise TypeError(f"{where}: messages_and_choices must be a list, got {shown(items)}")
         plain = plain_conversation(items)
         if plain is not None:
-            roles, contents = plain
-            absent = [None] * len(roles)
-            fields: Any = roles, contents, absent, absent, [False] * len(roles)
-            self._characters += sum(map(len, contents))
-        else:
+            self._messages[0] += plain[0]
+            self._messages[1] += plain[1]
+            self._characters += plain[2]
+        tokens = Tokens() if plain is None or trajectory.additional_histories else NO_TOKENS
+        if plain is None:
             columns, in_messages = conversation_columns(items, tokens, where)
             if in_messages:
                 residue["messages"] = in_messages
-            fields = zip(*columns, strict=True)
-            self._characters += sum(len(column[1]) for column in columns if column[1])
-        for kept, values in zip(self._messages, fields, strict=False):  # no fields at all: an empty conversation
-            kept += values
+            self._pad_messages()
+            for kept, values in zip(self._messages, zip(*columns, strict=True), strict=False):  # none, if it is empty
+                kept += values
+            self._characters += sum(len(fields[1]) for fields in columns if fields[1])
+        if trajectory.additional_histories:
+            residue["histories"] = [
+                _history(history, tokens, f"{where}, history {i}")
+                for i, history in enumerate(trajectory.additional_histories)
+            ]
         self._message_ends.append(len(self._messages[0]))
+        self._characters += 4 * sum(map(len, tokens.prompt_token_ids))
+        return tokens
+
+    def _pad_messages(self) -> None:
+        """Fills in what plain messages leave out: tool calls and their id, and that they are not trained."""
+        for kept, absent in zip(self._messages[2:], (None, None, False), strict=True):
+            kept += [absent] * (len(self._messages[0]) - len(kept))
 
     def _clear(self) -> None:
         self._rows: list[tuple[Any, ...]] = []
@@ -174,16 +196,24 @@ class GroupWriter:
         self._file.write_table(table, row_group_size=1 << 30)
 
     def _message_array(self) -> pa.ListArray:
-        arrays = [pa.array(values, type=entry.type) for values, entry in zip(self._messages, MESSAGE, strict=True)]
+        roles, contents, *others = self._messages
+        arrays = [pa.array(roles, type=pa.string()), pa.array(contents, type=pa.string())]
+        if others[0]:
+            self._pad_messages()
+            arrays += [pa.array(kept, type=entry.type) for kept, entry in zip(others, list(MESSAGE)[2:], strict=True)]
+        else:  # every message is a plain one
+            absent = pa.nulls(len(roles), pa.string())
+            arrays += [absent, absent, pa.array(np.zeros(len(roles), bool))]
         return pa.ListArray.from_arrays(
             pa.array(self._message_ends, type=pa.int32()), pa.StructArray.from_arrays(arrays, fields=list(MESSAGE))
         )
 
 
 def _checked(trajectory: Trajectory, where: str) -> tuple[float, dict[str, float]]:
-    return float(checked_number(trajectory.reward, f"{where}: reward")), checked_metrics(
-        trajectory.metrics, f"{where}: metrics"
-    )
+    reward = trajectory.reward
+    if type(reward) is not float:
+        reward = float(checked_number(reward, f"{where}: reward"))
+    return reward, checked_metrics(trajectory.metrics, f"{where}: metrics")
 
 
 def _group_columns(group: TrajectoryGroup, where: str) -> tuple[dict[str, Any], str | None]:
@@ -211,7 +241,7 @@ def _metrics_column(metrics: dict[str, float], residue: dict[str, Any]) -> str |
     """Returns finite metrics as JSON; ART's reader takes no null, so that the others are in the residue alone."""
     if not metrics:
         return None
-    if (text := flat_json_text(metrics)) is not None:
+    if (text := finite_json_text(metrics)) is not None:
         return text
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     exact = encoded(metrics, "metrics")
