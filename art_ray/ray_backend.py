@@ -26,12 +26,16 @@ from art_ray.ledger.paths import model_dir
 from art_ray.model import Model, TrainableModel
 from art_ray.progress import elapsed
 from art_ray.serving.config import ServingConfig
+from art_ray.serving.guard import Guard
 from art_ray.serving.spec import Endpoint, EngineSpec
 from art_ray.training import checkpoint
 from art_ray.training.config import LoraSettings, TrainerConfig, TrainerSpec
 from art_ray.types import FrozenConfig, TrainConfig
 
 __all__ = ["Deadlines", "RayBackend"]
+
+LOCAL_RUN = "ART_RAY_LOCAL_RUN"
+"""Environment variable of the processes of a Ray instance that a backend started: a guard ends them with the driver."""
 
 
 class Deadlines(FrozenConfig):
@@ -101,6 +105,7 @@ class RayBackend:
         self._address = address or os.environ.get("RAY_ADDRESS") or "local"
         self._deadlines = deadlines or Deadlines()
         self._owns_ray = False
+        self._guard: Guard | None = None
         self._registered_exit = False
         self._models: dict[tuple[str, str], _Running] = {}
         self._ledgers: list[ActorLedger] = []
@@ -123,6 +128,9 @@ class RayBackend:
         if self._owns_ray:
             self._owns_ray = False
             ray.shutdown()
+        if self._guard is not None:
+            guard, self._guard = self._guard, None
+            await asyncio.to_thread(guard.end)
 
     # ── the Backend protocol ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -180,7 +188,12 @@ class RayBackend:
         if local:
             # Trainer and engine take turns, so that a logical core for each is there even on one real one.
             options |= {"include_dashboard": False, "num_cpus": max(2, os.cpu_count() or 1)}
-        ray.init(address=self._address, **options)
+            self._guard = Guard()
+            os.environ[LOCAL_RUN] = self._guard.run
+        try:
+            ray.init(address=self._address, **options)
+        finally:
+            os.environ.pop(LOCAL_RUN, None)
         self._owns_ray = True
 
     def _end_at_exit(self) -> None:

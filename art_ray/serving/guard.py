@@ -2,7 +2,7 @@
 
 Run as a script, this file is a small process of its own that waits for the end of its standard input. The owner holds
 the other end and never writes: the kernel closes it when the owner exits, at any moment and for any reason. Then every
-process that carries the run's tag in its environment is killed, which reaches children of children too, whatever state
+process that carries the run's name in its environment is killed, which reaches children of children too, whatever state
 their start was in. Standard library only: it starts in a few hundredths of a second and loads nothing of this package.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 __all__ = ["TAG", "Guard", "sweep"]
 
 TAG = "ART_RAY_ENGINE_RUN"
-"""Environment variable that names the run which a process belongs to."""
+"""Environment variable that names the engine's run which a process belongs to."""
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "art_ray-"
 _SEGMENTS = "segments"
@@ -71,14 +71,15 @@ class Guard:
 
 
 def processes_of(run: str) -> dict[int, bytes]:
-    """Returns the command line of each living process that carries `run` as its tag, by process id."""
-    wanted = f"{TAG}={run}".encode()
+    """Returns the command line of each living process with `run` as the value of an environment variable, by id."""
+    wanted = f"={run}".encode()
     found = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
-            if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+            variables = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+            if any(variable.endswith(wanted) for variable in variables):
                 found[int(entry)] = Path(f"/proc/{entry}/cmdline").read_bytes()
     return found
 
@@ -86,10 +87,12 @@ def processes_of(run: str) -> dict[int, bytes]:
 def kill_run(run: str) -> None:
     """Kills every process of `run` until there is none, and removes the shared memory that they had mapped.
 
-    Python's resource trackers stay: one ends by itself when the processes it serves are gone.
+    Python's resource trackers stay, and the guards of runs within this one: they end by themselves, once the processes
+    that they serve are gone.
     """
     segments: set[Path] = set()
-    while pids := [pid for pid, command in processes_of(run).items() if _TRACKER not in command]:
+    spared = (_TRACKER, os.path.basename(__file__).encode())
+    while pids := [pid for pid, command in processes_of(run).items() if not any(name in command for name in spared)]:
         for pid in pids:
             segments |= _mapped(pid)
             with contextlib.suppress(ProcessLookupError):
