@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from art_ray.training.samples import Answers, Refusal, TrainingSample, samples_of
-from art_ray.trajectories import TrajectoryGroup
+from art_ray.trajectories import Trajectory, TrajectoryGroup
 from art_ray.types import Outcome
 
-__all__ = ["StepSamples", "advantages", "collect", "spread"]
+__all__ = ["StepSamples", "advantages", "collect", "collect_supervised", "spread"]
 
 _RELATIVE_FLOOR = 1e-9
 """A spread below this share of the rewards' magnitude is residue of floating point, not a preference."""
@@ -111,4 +111,28 @@ def collect(
         num_groups_trainable=len(spreads),
         num_trajectories=num_trajectories,
         reward_spread=math.fsum(spreads) / len(spreads) if spreads else 0.0,
+    )
+
+
+def collect_supervised(trajectories: Sequence[Trajectory], max_tokens: int, render: Answers) -> StepSamples:
+    """Returns the sequences of trajectories whose answers are to be imitated, whatever their rewards."""
+    outcomes: Counter[Outcome] = Counter(dict.fromkeys(Outcome, 0))
+    reasons: Counter[str] = Counter()
+    samples: list[TrainingSample] = []
+    for number, trajectory in enumerate(trajectories):
+        found = samples_of(trajectory, max_tokens, render, is_sampling_exact=False)
+        if isinstance(found, Refusal):
+            outcomes[found.outcome] += 1
+            reasons[f"{found.outcome}: {found.reason}"] += 1
+        else:
+            outcomes[Outcome.TRAINED] += 1
+            samples += [sample.with_advantage(1.0, number) for sample in found]
+    return StepSamples(
+        samples=samples,
+        outcomes=dict(outcomes),
+        reasons=dict(reasons),
+        num_groups_submitted=0,
+        num_groups_trainable=0,
+        num_trajectories=outcomes[Outcome.TRAINED],
+        reward_spread=0.0,
     )

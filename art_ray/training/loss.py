@@ -13,7 +13,7 @@ from torch import Tensor
 
 from art_ray.types import TrainConfig
 
-__all__ = ["LossInput", "LossSums", "cispo", "policy_gradient_loss", "ppo", "sequence_ratio"]
+__all__ = ["LossInput", "LossSums", "cispo", "policy_gradient_loss", "ppo", "sequence_ratio", "supervised_loss"]
 
 _DEFAULT_CLIP = {"cispo": (1.0, 4.0), "ppo": (0.2, 0.2)}
 
@@ -135,3 +135,10 @@ def policy_gradient_loss(inputs: LossInput, config: TrainConfig) -> LossSums:
 def _weights(inputs: LossInput) -> Tensor:
     counts = torch.bincount(inputs.sequences, minlength=inputs.num_sequences).clamp(min=1)
     return (1.0 / counts)[inputs.sequences]
+
+
+def supervised_loss(inputs: LossInput) -> LossSums:
+    """Returns the sums of the negative log-likelihood of the targets: supervised fine-tuning."""
+    loss = -inputs.logprobs.sum()
+    zeros = torch.zeros_like(inputs.logprobs.detach())
+    return LossSums(loss=loss, policy_loss=loss.detach(), kl_div=None, num_clipped=zeros.sum(), log_ratios=zeros)

@@ -75,7 +75,7 @@ Answers = Callable[[list[Message], list[dict[str, Any]] | None], tuple[list[int]
 
 
 def samples_of(
-    trajectory: Trajectory, max_tokens: int, render: Answers | None = None
+    trajectory: Trajectory, max_tokens: int, render: Answers | None = None, *, is_sampling_exact: bool = True
 ) -> list[TrainingSample] | Refusal:
     """Returns the token sequences of one trajectory, its additional histories included, or why there are none.
 
@@ -83,11 +83,13 @@ def samples_of(
         trajectory: one episode.
         max_tokens: the longest sequence that fits.
         render: the chat template; given only where answers without token ids are to be trained too, with ratio 1.
+        is_sampling_exact: whether every answer must come from softmax(logits / temperature), as importance ratios need.
+            Where not, all temperatures are taken as 1.
     """
     histories = [History(messages_and_choices=trajectory.messages_and_choices, tools=trajectory.tools)]
     samples: list[TrainingSample] = []
     for history in [*histories, *trajectory.additional_histories]:
-        turns = _turns_of(history, render)
+        turns = _turns_of(history, render, is_sampling_exact)
         if isinstance(turns, Refusal):
             return turns
         samples += joined(turns)
@@ -99,12 +101,12 @@ def samples_of(
     return samples
 
 
-def _turns_of(history: History, render: Answers | None) -> list[Turn] | Refusal:
+def _turns_of(history: History, render: Answers | None, is_sampling_exact: bool) -> list[Turn] | Refusal:
     turns = []
     for position, item in enumerate(history.messages_and_choices):
         sampling = Sampling.of(item) if isinstance(item, Choice) else None
         if sampling is not None:
-            if sampling.temperature <= 0 or sampling.restrictions:
+            if is_sampling_exact and (sampling.temperature <= 0 or sampling.restrictions):
                 how = ", ".join(f"{key}={value}" for key, value in sampling.restrictions.items())
                 reason = how or f"temperature={sampling.temperature}"
                 return Refusal(Outcome.RESTRICTED_SAMPLING, f"an answer was sampled with {reason}")
@@ -113,7 +115,7 @@ def _turns_of(history: History, render: Answers | None) -> list[Turn] | Refusal:
                     sampling.prompt_token_ids,
                     sampling.token_ids,
                     sampling.logprobs,
-                    sampling.temperature,
+                    sampling.temperature if is_sampling_exact else 1.0,
                     sampling.policy_versions,
                 )
             )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from art_ray.training.loss import LossInput, policy_gradient_loss
+from art_ray.training.loss import LossInput, policy_gradient_loss, supervised_loss
 from art_ray.training.optimizer import Optimizer, Update
 from art_ray.training.packing import PackedRow, TrainingBatch, deal
 from art_ray.training.policy import Policy
@@ -45,13 +45,17 @@ def train_step(
     config: TrainConfig,
     ranks: Ranks,
     progress: Progress | None = None,
+    *,
+    is_supervised: bool = False,
 ) -> StepResult:
     """Takes one optimizer step on `batch`, of which this rank computes its share of the rows.
+
+    With `is_supervised` the loss is the negative log-likelihood, and advantages and sampler play no part.
 
     Loss and gradient are sums over targets divided by one number of the whole step, so that neither packing nor
     ranks change them.
     """
-    by_sequence = config.importance_sampling_level == "sequence"
+    by_sequence = not is_supervised and config.importance_sampling_level == "sequence"
     denominator = batch.num_sequences if by_sequence else batch.num_trained_tokens
     rows = deal(batch.rows, ranks.world_size)[ranks.rank]
     sums = torch.zeros(5, dtype=torch.float64)  # loss, policy loss, KL, entropy, clipped
@@ -59,7 +63,7 @@ def train_step(
     optimizer.zero_grad()
     started = time.monotonic()
     for index, row in enumerate(rows):
-        row_sums, row_log_ratios = _forward_backward(policy, row, config, denominator)
+        row_sums, row_log_ratios = _forward_backward(policy, row, config, denominator, is_supervised)
         sums += row_sums
         log_ratios.append(row_log_ratios)
         if progress is not None:
@@ -78,29 +82,29 @@ def train_step(
         update=optimizer.step(loss, config),
         loss=loss,
         policy_loss=policy_loss,
-        kl_div=kl_div if config.beta > 0 else None,
+        kl_div=kl_div if config.beta > 0 and not is_supervised else None,
         entropy=entropy / batch.num_trained_tokens,
         num_clipped=int(num_clipped),
         log_ratios=torch.cat([part for parts in ranks.gathered(log_ratios) for part in parts]),
     )
 
 
-def _forward_backward(policy: Policy, row: PackedRow, config: TrainConfig, denominator: int) -> tuple[Tensor, Tensor]:
+def _forward_backward(
+    policy: Policy, row: PackedRow, config: TrainConfig, denominator: int, is_supervised: bool
+) -> tuple[Tensor, Tensor]:
     """Adds one row to the gradients; returns its sums (loss, policy loss, KL, entropy, clipped) and log ratios [K]."""
-    reference = policy.reference_logprobs(row) if config.beta > 0 else None
+    reference = policy.reference_logprobs(row) if config.beta > 0 and not is_supervised else None
     logprobs, entropies = policy.logprobs(row)
     device = logprobs.device
-    found = policy_gradient_loss(
-        LossInput(
-            logprobs=logprobs,
-            sampler_logprobs=torch.from_numpy(row.logprobs).to(device),
-            advantages=torch.from_numpy(row.advantages).to(device),
-            sequences=torch.from_numpy(row.sequences).to(device),
-            num_sequences=row.num_sequences,
-            reference_logprobs=reference,
-        ),
-        config,
+    inputs = LossInput(
+        logprobs=logprobs,
+        sampler_logprobs=torch.from_numpy(row.logprobs).to(device),
+        advantages=torch.from_numpy(row.advantages).to(device),
+        sequences=torch.from_numpy(row.sequences).to(device),
+        num_sequences=row.num_sequences,
+        reference_logprobs=reference,
     )
+    found = supervised_loss(inputs) if is_supervised else policy_gradient_loss(inputs, config)
     (found.loss / denominator).backward()
     sums = torch.stack(
         [

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from art_ray.errors import CheckpointError, TrainingError
 from art_ray.training import checkpoint
-from art_ray.training.advantages import StepSamples, collect
+from art_ray.training.advantages import StepSamples, collect, collect_supervised
 from art_ray.training.config import TrainerSpec
 from art_ray.training.optimizer import Optimizer
 from art_ray.training.packing import TrainingBatch, pack
@@ -25,7 +25,7 @@ from art_ray.training.policy import ADAPTER_FILE, Policy
 from art_ray.training.ranks import Ranks
 from art_ray.training.samples import TrainingSample
 from art_ray.training.step import Progress, StepResult, train_step
-from art_ray.trajectories import TrajectoryGroup
+from art_ray.trajectories import Trajectory, TrajectoryGroup
 from art_ray.types import TrainConfig
 
 __all__ = ["Trainer"]
@@ -88,13 +88,46 @@ class Trainer:
         )
         if not work.samples:
             return self._advance_without_learning(work, config, started)
+        return self._learn(work, config, started, progress)
 
+    def sft(
+        self, trajectories: Sequence[Trajectory], config: TrainConfig, step: int, progress: Progress | None = None
+    ) -> dict[str, float]:
+        """Trains from `step` to `step` + 1 on the likelihood of the trajectories' answers, for a warm start.
+
+        Of `config` only the learning rate, `warmup_steps`, `optimizer_steps_per_train` and `max_grad_norm` play a part.
+        Answers with token ids are trained as sampled; assistant messages without are tokenized by the template.
+        Packing, commit, repetition and errors are those of `train`.
+        """
+        started = time.monotonic()
+        if self._is_torn:
+            self._resume()
+        if step != self.step:
+            return self._committed(step)
+        work = collect_supervised(trajectories, self.spec.trainer.max_tokens_per_row, self._policy.render)
+        if not work.samples:
+            return self._advance_without_learning(work, config, started)
+        return self._learn(work, config, started, progress, is_supervised=True)
+
+    def _learn(
+        self,
+        work: StepSamples,
+        config: TrainConfig,
+        started: float,
+        progress: Progress | None,
+        *,
+        is_supervised: bool = False,
+    ) -> dict[str, float]:
+        step = self.step
         self._is_torn = True
         batches = self._batches(work.samples, config.optimizer_steps_per_train)
         with torch.random.fork_rng(devices=[]):  # dropout: a function of seed, step and rank alone
             torch.manual_seed(hash((self._seed, step, self._ranks.rank)))
             results = [
-                train_step(self._policy, self._optimizer, batch, config, self._ranks, progress) for batch in batches
+                train_step(
+                    self._policy, self._optimizer, batch, config, self._ranks, progress, is_supervised=is_supervised
+                )
+                for batch in batches
             ]
         metrics = _metrics(work, batches, results, config) | {
             "tokens_padding": float(sum(self._policy.padding(row) for batch in batches for row in batch.rows)),

@@ -277,6 +277,18 @@ def test_training_without_log_probabilities_tokenizes_by_the_template(tiny_model
     assert metrics["ratio_max"] == 1.0
 
 
+def test_supervised_fine_tuning_raises_the_likelihood_of_the_answers_and_commits_a_step(tiny_model, tmp_path):
+    trainer = Trainer(spec(tiny_model, tmp_path))
+    shown = [trajectory(range(10, 20), [21 + i, 22], 0.0, temperature=0.0) for i in range(2)]
+    losses = [trainer.sft(shown, CONFIG, step)["loss"] for step in range(4)]
+    assert losses[-1] < losses[0] - 0.5
+    assert trainer.sft(shown, CONFIG, 3)["loss"] == losses[3]
+    imitated = sample([*range(10, 20), 21, 22], [10, 11])
+    again = trainer.sft(shown[:1], CONFIG.updated({"learning_rate": 0.0}), 4)
+    assert again["loss"] == pytest.approx(-float(trainer.logprobs([imitated])[0].mean()), rel=1e-5)
+    assert again["num_tokens_trained"] == 2
+
+
 @pytest.mark.parametrize(
     ("base_model", "message"),
     [("/no/such/folder", "is no folder"), (".", "config.json"), ("no-such-org-xyz/no-model", "hub id")],
