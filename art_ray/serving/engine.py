@@ -29,7 +29,7 @@ from art_ray.serving.last_words import LastWords
 from art_ray.serving.leases import VersionTable
 from art_ray.serving.merge import BaseWeights
 from art_ray.serving.spec import Endpoint, EngineSpec
-from art_ray.serving.vllm_server import VLLMServer, bound_socket, environment
+from art_ray.serving.vllm_server import VLLMServer, bound_socket, environment, event_loop
 
 __all__ = ["Endpoint", "Engine", "EngineSpec", "LoadedVersion"]
 
@@ -158,7 +158,8 @@ class Engine:
     def _run(self) -> None:
         try:
             self._start_engine()
-            asyncio.run(self._serve())
+            with asyncio.Runner(loop_factory=event_loop) as runner:
+                runner.run(self._serve())
         except BaseException as error:  # whatever it was, it belongs to the caller of `start`
             if self._guard is not None:
                 self._guard.end()  # first: the last words are complete once all processes have ended

@@ -14,6 +14,8 @@ __all__ = ["LastWords"]
 
 _PREFIX = re.compile(r"^(\((\w+ )*pid=\d+\) )?((ERROR|CRITICAL|WARNING|INFO) [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?)?")
 """What vLLM writes before each line."""
+_NOISE = re.compile(r"it/s\]|Warning:|^  |^Dumping |^Triton is installed|^NOTE: ")
+"""Lines that never tell why an engine ended."""
 
 
 class LastWords:
@@ -71,12 +73,25 @@ class LastWords:
 
 
 def _reason(lines: list[str]) -> list[str]:
-    """Returns what tells why: the first traceback, where it begins and how it ends; or the last lines."""
-    lines = [_PREFIX.sub("", line)[:300] for line in lines]
-    begins = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    if not begins:
-        return lines[-20:]
-    first = lines[begins[0] + 1 :]
-    length = next((i + 1 for i, line in enumerate(first) if line[:1].strip()), len(first))
-    traceback = lines[begins[0] : begins[0] + 1 + length]
-    return traceback if len(traceback) <= 30 else [*traceback[:4], "  …", *traceback[-16:]]
+    """Returns what tells why: the lines that are no part of a traceback, and the first traceback, shortened."""
+    told, tracebacks = _told_and_tracebacks([_PREFIX.sub("", line)[:300] for line in lines])
+    if not tracebacks:
+        return told[-20:]
+    first = tracebacks[0]
+    return [*told[-6:], *(first if len(first) <= 24 else [*first[:3], "  …", *first[-14:]])]
+
+
+def _told_and_tracebacks(lines: list[str]) -> tuple[list[str], list[list[str]]]:
+    told: list[str] = []
+    tracebacks: list[list[str]] = []
+    inside = False
+    for line in lines:
+        if line.startswith("Traceback (most recent call last)"):
+            tracebacks.append([line])
+            inside = True
+        elif inside:
+            tracebacks[-1].append(line)
+            inside = not line[:1].strip()  # the first line that is not indented names the exception
+        elif not _NOISE.search(line):
+            told.append(line)
+    return told, tracebacks

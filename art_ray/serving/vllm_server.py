@@ -21,7 +21,7 @@ from art_ray.serving.asgi import Application
 from art_ray.serving.spec import EngineSpec
 from art_ray.types import nearest
 
-__all__ = ["VLLMServer", "environment"]
+__all__ = ["VLLMServer", "bound_socket", "environment", "event_loop"]
 
 _GIB = 2**30
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -54,11 +54,22 @@ def environment(spec: EngineSpec) -> dict[str, str | None]:
 
 
 def _all_cores(workers: int) -> str:
-    """Returns this process's cores, one list per worker, in vLLM's notation."""
-    cores = sorted(os.sched_getaffinity(0))
+    """Returns this process's cores, one list per worker, in vLLM's notation; of threads that share a core, one."""
+    cores = [core for core in sorted(os.sched_getaffinity(0)) if core == _first_thread_of(core)]
     share = max(1, len(cores) // workers)
     lists = [cores[i * share : (i + 1) * share] or cores[-1:] for i in range(workers)]
     return "|".join(",".join(map(str, part)) for part in lists)
+
+
+def _first_thread_of(core: int) -> int:
+    """Returns the first hardware thread that shares a physical core with `core` and that this process may use."""
+    try:
+        text = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return core
+    bounds = [tuple(map(int, part.split("-"))) for part in text.strip().split(",")]
+    siblings = {thread for bound in bounds for thread in range(bound[0], bound[-1] + 1)}
+    return min(siblings & os.sched_getaffinity(0), default=core)
 
 
 class VLLMServer:
@@ -212,6 +223,7 @@ class VLLMServer:
         """Asks the engine's processes to end."""
         if self._engine is not None:
             self._engine.shutdown(timeout=5)
+            self._engine = self._models = None
 
     def _wanted_dtype(self) -> str:
         """Returns the type to ask vLLM for, whose own "auto" turns float32 into 16 bits, on a CPU too."""
@@ -305,6 +317,14 @@ def _exit(code: int) -> str:
         return f"with exit code {code}"
     hint = " (out of memory?)" if code == -9 else ""
     return f"by signal {-code}{hint}"
+
+
+def event_loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop that vLLM's own server runs in."""
+    import uvloop
+
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
 
 
 def bound_socket(host: str | None) -> socket.socket:

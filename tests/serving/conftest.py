@@ -44,7 +44,14 @@ def adapters(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spec_of(model: Path, **serving: object) -> EngineSpec:
     """A specification for tests: float32, so that log-probabilities can be compared; little memory."""
-    values = {"dtype": "float32", "max_model_len": 512, "kv_cache_gib": 0.25, "max_num_seqs": 64, "max_versions": 3}
+    values = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "kv_cache_gib": 0.25,
+        "max_num_seqs": 64,
+        "max_versions": 3,
+        "max_body_mib": 1.0,
+    }
     return EngineSpec(
         base_model=str(model), name="policy", api_key=KEY, max_lora_rank=4, serving=ServingConfig(**values | serving)
     )

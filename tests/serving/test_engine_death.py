@@ -89,6 +89,7 @@ async def test_a_killed_engine_is_told_to_every_request_and_caller_and_leaves_no
             with pytest.raises(openai.InternalServerError, match="the engine died") as told:
                 await ask(4)
             assert told.value.status_code == 503
+            assert "died unexpectedly" in str(told.value)
             with pytest.raises(EngineError, match="died"):
                 await replica.load(2)
     finally:
