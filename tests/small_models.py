@@ -18,21 +18,10 @@ def small_real_model() -> Path:
     return prepare()
 
 
-def make_tiny_model(path: Path | str, kind: Kind = "qwen3", seed: int = 0, **overrides: Any) -> Path:
-    """Writes a two-layer model with random weights and SmolLM2's tokenizer and chat template to `path`, and returns it.
+def tiny_config(kind: Kind, **overrides: Any) -> Any:
+    """Returns transformers' configuration of a two-layer model; see `make_tiny_model`."""
+    from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config
 
-    About 7 million parameters, float32, heads of 64: what vLLM serves on a CPU too.
-
-    Args:
-        path: a folder, made if absent.
-        kind: the architecture; "gemma" is Gemma 3's text model, whose first layer sees a sliding window of 16 tokens.
-        seed: of the weights; two models of one kind and seed are equal.
-        overrides: fields of the configuration.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Qwen3Config
-
-    target = Path(path)
     shape: dict[str, Any] = {
         "vocab_size": 49152,
         "hidden_size": 128,
@@ -57,11 +46,34 @@ def make_tiny_model(path: Path | str, kind: Kind = "qwen3", seed: int = 0, **ove
             "query_pre_attn_scalar": 64,
         }
     config_class = {"qwen3": Qwen3Config, "llama": LlamaConfig, "gemma": Gemma3TextConfig}[kind]
+    return config_class(**(shape | overrides))
+
+
+def save_random_model(path: Path, config: Any, seed: int = 0) -> Path:
+    """Writes a model of `config` with random float32 weights to `path`, without a tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config_class(**(shape | overrides)), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = 2
-    model.save_pretrained(target)
+    model.save_pretrained(path)
+    return path
+
+
+def make_tiny_model(path: Path | str, kind: Kind = "qwen3", seed: int = 0, **overrides: Any) -> Path:
+    """Writes a two-layer model with random weights and SmolLM2's tokenizer and chat template to `path`, and returns it.
+
+    About 7 million parameters, float32, heads of 64: what vLLM serves on a CPU too.
+
+    Args:
+        path: a folder, made if absent.
+        kind: the architecture; "gemma" is Gemma 3's text model, whose first layer sees a sliding window of 16 tokens.
+        seed: of the weights; two models of one kind and seed are equal.
+        overrides: fields of the configuration.
+    """
+    target = save_random_model(Path(path), tiny_config(kind, **overrides), seed)
     for name in TOKENIZER_FILES:
         shutil.copyfile(small_real_model() / name, target / name)
     return target

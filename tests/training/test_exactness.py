@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +16,13 @@ from art_ray.errors import ConfigError
 from art_ray.training.config import LoraSettings, TrainerConfig
 from art_ray.training.logprobs import Head
 from art_ray.training.loss import LossInput, policy_gradient_loss
-from art_ray.training.packing import TrainingBatch, pack
-from art_ray.training.policy import Policy, _own_attention
+from art_ray.training.packing import pack
+from art_ray.training.policy import Policy
 from art_ray.training.samples import TrainingSample
 from art_ray.types import TrainConfig
 from tests.small_models import Kind, make_tiny_model
 from tests.training.made import sample
+from tests.training.plain import packed, plain, relative_difference
 
 KINDS: tuple[Kind, ...] = ("llama", "qwen3", "gemma")
 
@@ -34,44 +34,10 @@ def policies(tiny_models: dict[Kind, Path]) -> dict[Kind, Policy]:
     return {kind: Policy(str(path), lora, config) for kind, path in tiny_models.items()}
 
 
-def plain(policy: Policy, samples: Sequence[TrainingSample]) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probabilities of each sequence's trained tokens, and the gradients of `weighted` over all sequences."""
-    policy.model.zero_grad()
-    causal_lm = policy.model.get_base_model()
-    found = []
-    with _own_attention(causal_lm):
-        for item in samples:
-            tokens = torch.from_numpy(item.tokens)
-            logits = causal_lm(input_ids=tokens[None], use_cache=False).logits[0]
-            logits = logits / torch.from_numpy(item.temperatures).roll(-1)[:, None]
-            chosen = torch.log_softmax(logits[:-1], -1).gather(1, tokens[1:, None])[:, 0]
-            found.append(chosen[torch.from_numpy(item.trained[1:])])
-            (found[-1] * item.advantage).sum().backward()
-    return [part.detach() for part in found], [p.grad.clone() for p in policy.adapter.values()]
-
-
-def packed(policy: Policy, batch: TrainingBatch) -> tuple[dict[float, Tensor], list[Tensor]]:
-    """The same from packed rows; log-probabilities by advantage, which is made different for every sequence."""
-    policy.model.zero_grad()
-    found = {}
-    for row in batch.rows:
-        logprobs, _ = policy.logprobs(row)
-        (logprobs * torch.from_numpy(row.advantages)).sum().backward()
-        for sequence in np.unique(row.sequences):
-            chosen = row.sequences == sequence
-            found[float(row.advantages[chosen][0])] = logprobs.detach()[torch.from_numpy(chosen)]
-    return found, [p.grad.clone() for p in policy.adapter.values()]
-
-
 def adapter_state(policy: Policy) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(policy.model, save_embedding_layers=False)
-
-
-def relative_difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    ours, theirs = (torch.cat([x.reshape(-1) for x in tensors]).double() for tensors in (a, b))
-    return float((ours - theirs).norm() / theirs.norm())
 
 
 @st.composite
