@@ -211,9 +211,10 @@ class RayBackend:
         )
         gpus = with_gpus()
         name = f"{model.project}/{model.name}"
+        devices = float(serving.tensor_parallel)
         resources = {
             f"trainer:{name}": {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {}),
-            f"vllm:{name}:0": {"CPU": 1.0} | ({"GPU": float(serving.tensor_parallel)} if gpus else {}),
+            f"vllm:{name}:0": {"CPU": 1.0, "GPU": devices} if gpus else {"CPU": devices},
         }
         require(resources)
         trainer = Placed(_actor(TrainerActor, f"trainer:{name}", resources, spec), f"trainer:{name}")

@@ -1,0 +1,221 @@
+"""The frontend alone: what the model remembers and computes, with a stub where a backend would train."""
+
+import copy
+import json
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+
+import art_ray
+from art_ray.errors import ConfigError, InvalidNameError, NotRegisteredError, UnknownMetricError
+
+
+class StubBackend:
+    """A backend that trains nothing: it takes a step in its head, and fails where a test tells it to."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.seen: list[tuple[list, art_ray.TrainConfig]] = []
+        self.kept: list[int] | None = None
+        self.fail_before = self.fail_after = False
+
+    async def _open_ledger(self, model):
+        return None
+
+    async def _prepare_backend_for_training(self, model):
+        return "http://127.0.0.1:9/v1", "a-secret-key"
+
+    async def _get_step(self, model):
+        return self.step
+
+    async def _train_model(self, model, groups, config, dev_config):
+        self.seen.append((list(groups), config))
+        if self.fail_before:
+            raise RuntimeError("lost before the step")
+        yield {"loss": 1.0, "seconds": 2.0}
+        yield {"loss": 3.0}
+        self.step += 1
+        if self.fail_after:
+            raise RuntimeError("lost after the step")
+
+    async def _delete_checkpoint_files(self, model, steps_to_keep):
+        self.kept = sorted(steps_to_keep)
+
+
+def trainable(tmp_path: Path, **fields) -> art_ray.TrainableModel:
+    return art_ray.TrainableModel(
+        name="m", project="p", base_model="base", base_path=str(tmp_path), report_metrics=[], **fields
+    )
+
+
+def group(*rewards: float) -> art_ray.TrajectoryGroup:
+    return art_ray.TrajectoryGroup([art_ray.Trajectory([{"role": "user", "content": "?"}], reward=r) for r in rewards])
+
+
+def lines(tmp_path: Path) -> list[dict]:
+    return [json.loads(line) for line in (tmp_path / "p/models/m/history.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+async def registered(tmp_path):
+    model, backend = trainable(tmp_path), StubBackend()
+    await model.register(backend)
+    return model, backend
+
+
+@pytest.mark.parametrize("bad", ["", "a/b", "..", ".hidden", "a\\b", "a\x00b", "a\nb"])
+def test_a_name_that_is_no_path_part_is_refused_when_the_model_is_made_or_changed(bad, tmp_path):
+    for kind in ("name", "project"):
+        with pytest.raises(InvalidNameError, match=kind):
+            art_ray.Model(**{"name": "m", "project": "p", kind: bad})
+    model = art_ray.Model(name="m", project="p")
+    with pytest.raises(ValueError, match="name"):
+        model.name = bad
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_split_that_is_no_path_part_is_refused_before_anything_is_written(tmp_path):
+    model = art_ray.Model(name="m", project="p", base_path=str(tmp_path), report_metrics=[])
+    with pytest.raises(InvalidNameError, match="split"):
+        await model.log([group(1.0)], split="../val")
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_hosted_model_logs_at_step_0_without_a_backend(tmp_path):
+    model = art_ray.Model(name="m", project="p", base_path=str(tmp_path), report_metrics=[])
+    await model.log([group(1.0, 0.0)])
+    await model.log(metrics={"cost": 3})
+    await model.log([])
+    (first, second) = lines(tmp_path)
+    assert (first["val/reward"], first["val/reward_std_dev"], first["step"]) == (0.5, 0.5, 0)
+    assert second["val/cost"] == 3
+    assert model.best_step() == 0
+    assert model.history()["val/reward"].to_list() == [0.5, None]
+    await model.close()
+
+
+async def test_loose_trajectories_become_one_group_and_a_mixture_is_refused(tmp_path):
+    model = art_ray.Model(name="m", project="p", base_path=str(tmp_path), report_metrics=[])
+    await model.log((t for t in [*group(1.0, 3.0), ValueError("no answer")]), split="test")
+    assert lines(tmp_path)[0]["test/exception_rate"] == pytest.approx(1 / 3)
+    with pytest.raises(TypeError, match="mixture"):
+        await model.log([group(1.0), *group(1.0)])
+    assert len(lines(tmp_path)) == 1
+
+
+def test_a_copy_is_deep_in_its_fields_and_shares_its_connections(tmp_path):
+    model = art_ray.Model(name="m", project="p", config={"a": [1]}, base_path=str(tmp_path))
+    model._backend = StubBackend()
+    for copied in (model.model_copy(deep=True), copy.deepcopy(model)):
+        copied.config["a"].append(2)
+        copied.name = "n"
+        assert (model.config, model.name) == ({"a": [1]}, "m")
+        assert copied.backend() is model.backend()
+
+
+async def test_what_needs_a_backend_says_how_to_get_one(tmp_path):
+    model = trainable(tmp_path)
+    for call in (model.get_step(), model.train([]), model.delete_checkpoints()):
+        with pytest.raises(NotRegisteredError, match="register"):
+            await call
+    with pytest.raises(NotRegisteredError, match="register"):
+        model.openai_client()
+    with pytest.raises(ConfigError, match="inference_base_url"):
+        art_ray.Model(name="m", project="p").openai_client()
+
+
+async def test_registering_changes_no_path_opens_no_run_and_shows_no_key(registered, tmp_path):
+    model, _ = registered
+    assert model.base_path == str(tmp_path)
+    assert model.inference_api_key == "a-secret-key"
+    assert "a-secret-key" not in repr(model) + str(model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_pin_versions(tmp_path):
+    model = trainable(tmp_path)
+    assert (model.get_inference_name(), model.get_inference_name(step=3)) == ("m", "m@3")
+    hosted = art_ray.Model(name="m", project="p", inference_model_name="gpt")
+    assert (hosted.get_inference_name(), hosted.get_inference_name(step=3)) == ("gpt", "gpt")
+
+
+async def test_training_logs_the_groups_at_the_step_before_and_the_metrics_at_the_step_after(registered, tmp_path):
+    model, backend = registered
+    result = await model.train([group(0.0, 1.0)], art_ray.TrainConfig(learning_rate=0.1))
+    assert (result.step, result.metrics) == (1, {"loss": 2.0, "seconds": 2.0})
+    before, after = lines(tmp_path)
+    assert (before["step"], before["train/reward"]) == (0, 0.5)
+    assert (after["step"], after["train/loss"], after["train/seconds"]) == (1, 2.0, 2.0)
+    assert (tmp_path / "p/models/m/trajectories/train/0000.parquet").exists()
+    assert backend.seen[0][1].learning_rate == 0.1
+
+
+async def test_experimental_options_win_and_unknown_ones_are_refused_before_anything_is_logged(registered, tmp_path):
+    model, backend = registered
+    with pytest.raises(ConfigError, match="nearest: 'epsilon'"):
+        await model.train([group(0.0, 1.0)], _config={"epsilonn": 0.1})
+    assert not list(tmp_path.iterdir())
+    await model.train([group(0.0, 1.0)], art_ray.TrainConfig(loss="cispo"), _config={"loss": "ppo"})
+    assert backend.seen[0][1].loss == "ppo"
+
+
+@pytest.mark.parametrize("moment", ["fail_before", "fail_after"])
+async def test_the_same_call_again_after_a_failure_has_the_effect_of_one(registered, tmp_path, moment):
+    model, backend = registered
+    groups = [group(0.0, 1.0), group(1.0, 3.0)]
+    setattr(backend, moment, True)
+    with pytest.raises(RuntimeError, match="lost"):
+        await model.train(groups)
+    setattr(backend, moment, False)
+    result = await model.train(groups)
+    assert result.step == 1
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1]
+    assert sorted(p.name for p in (tmp_path / "p/models/m/trajectories/train").iterdir()) == ["0000.parquet"]
+    # The next call, with the same groups even, is a call of its own.
+    backend.step = 1
+    assert (await model.train(groups)).step == 2
+
+
+async def test_the_learning_rate_follows_the_spread_of_rewards_on_a_copy_of_the_config(registered, tmp_path):
+    model, backend = registered
+    config = art_ray.TrainConfig(learning_rate=1.0, scale_learning_rate_by_reward_std_dev=True)
+    for spread in (0.5, 0.1, 0.0, 0.0):
+        await model.train([group(0.0, 2 * spread)], config)
+    rates = [seen.learning_rate for _, seen in backend.seen]
+    assert config.learning_rate == 1.0
+    # Lines through (0, .5), (0, .5) (1, .1), then (2, 0), then (3, 0): a x + b with b = .5, .5, .45, .39.
+    assert rates[:2] == pytest.approx([1.0, 0.2])
+    assert all(0.01 <= rate <= 1 for rate in rates)
+    logged = [line["train/learning_rate_multiplier"] for line in lines(tmp_path) if "train/loss" in line]
+    assert logged == pytest.approx(rates)
+
+
+async def test_the_latest_and_the_best_checkpoint_are_kept(registered, tmp_path):
+    model, backend = registered
+    for step, reward in enumerate([0.1, 0.9, 0.9, 0.3]):
+        await model.log([group(reward)], split="val", step=step)
+    backend.step = 3
+    await model.delete_checkpoints()
+    assert backend.kept == [2, 3]
+    backend.kept = None
+    with pytest.raises(UnknownMetricError, match="val/reward"):
+        await model.delete_checkpoints("val/rewrd")
+    assert backend.kept is None
+
+
+async def test_a_reward_that_is_not_a_number_enters_no_mean(tmp_path):
+    model = art_ray.Model(name="m", project="p", base_path=str(tmp_path), report_metrics=[])
+    await model.log([group(1.0, math.nan)])
+    assert lines(tmp_path)[0]["val/reward"] == 1.0
+
+
+def test_options_of_one_model_are_known_or_refused():
+    with pytest.raises(ConfigError, match="nearest: 'peft_args'"):
+        art_ray.TrainableModel(name="m", project="p", base_model="b", _internal_config={"peft_arg": {}})
+
+
+def test_a_result_pickles():
+    result = art_ray.TrainResult(step=1, metrics={"loss": 1.0})
+    assert pickle.loads(pickle.dumps(result)) == result
