@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from art_ray.trajectories import TrajectoryGroup
 
 __all__ = ["ActorLedger", "LogRequest", "ModelActor"]
 
+REPORTERS_VARIABLES = ("WANDB_",)
 FETCHED_AT_ONCE = 8
 """Groups in the model actor's memory at one time while it writes a parquet file."""
 
@@ -34,11 +36,25 @@ class LogRequest:
     fetch_timeout_s: float
 
 
+# driver -> model actor
+@dataclass(frozen=True)
+class Environment:
+    """What reporters read from the environment, as the driver has it: keys among them, so it is shown nowhere."""
+
+    variables: dict[str, str] = field(repr=False)
+
+    @classmethod
+    def of_driver(cls) -> Environment:
+        """Returns the variables of this process that reporters may need, and no others."""
+        return cls({name: value for name, value in os.environ.items() if name.startswith(REPORTERS_VARIABLES)})
+
+
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=3)
 class ModelActor:
     """A `Ledger`, reached through Ray. It decides nothing."""
 
-    def __init__(self, config: LedgerConfig) -> None:
+    def __init__(self, config: LedgerConfig, environment: Environment) -> None:
+        os.environ.update(environment.variables)
         self._ledger = Ledger(config)
 
     def log(self, request: LogRequest) -> LogReceipt:
@@ -129,7 +145,7 @@ class ActorLedger:
         if self._actor is None:
             name = f"model:{self._config.project}/{self._config.name}"
             handle = ModelActor.options(name=name, scheduling_strategy=driver_node()).remote(  # type: ignore[attr-defined]
-                self._config
+                self._config, Environment.of_driver()
             )
             self._actor = Placed(handle, name, ray.util.get_node_ip_address())
         return self._actor

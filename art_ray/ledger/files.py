@@ -13,7 +13,7 @@ from pathlib import Path
 
 import filelock
 
-from art_ray.errors import LedgerWriteError
+from art_ray.errors import ArtRayError, LedgerWriteError
 from art_ray.ledger.paths import parquet_name, step_files
 
 __all__ = [
@@ -48,7 +48,7 @@ def explained(action: str) -> Iterator[None]:
     """Turns an `OSError` inside the block into a `LedgerWriteError` that says what was tried and what to do."""
     try:
         yield
-    except LedgerWriteError:
+    except ArtRayError:  # already says what happened; some of ours are an OSError too
         raise
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "nothing that was logged before is harmed")

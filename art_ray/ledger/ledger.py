@@ -147,7 +147,7 @@ class Ledger:
         validate_part("split", split)
         step = _checked_step(step)
         given = {} if metrics is None else checked_metrics(metrics, "metrics")
-        with self._lock:
+        with self._lock, explained(f"logging {split!r} at step {step} to {self.folder}"):
             receipt = self._repeated(request_id, split, step) if request_id is not None else None
             if receipt is None:
                 receipt = self._log(groups, split, step, given, request_id)
