@@ -180,7 +180,7 @@ class History:
         skipped = 0
         for chunk, _ in self._chunks():
             # A key that JSON escapes could be spelled in several ways: every line is then parsed.
-            exact = needed is not None and needed.isascii() and b"\\" not in key
+            exact = needed is not None and b"\\" not in key
             lines = [line for line in chunk.split(b"\n") if line and (not exact or key in line)]
             rows = _rows_at_once(lines)
             if rows is None:

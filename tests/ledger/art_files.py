@@ -2,6 +2,7 @@
 
 python tests/ledger/art_files.py write tests/ledger/art_0_5_18    # made the stored files once
 python tests/ledger/art_files.py read FILE.parquet                # prints what ART's own reader found
+python tests/ledger/art_files.py continue FOLDER                  # logs to a run of ours; prints the steps it read
 """
 
 import asyncio
@@ -86,8 +87,18 @@ def read(path):
     json.dump(groups, sys.stdout)
 
 
+async def go_on(folder):
+    model = art.TrainableModel(name="agent", project="demo", base_model="m", base_path=folder, report_metrics=[])
+    await model.log(written_groups(), split="train", step=9)
+    import polars
+
+    print(json.dumps(polars.read_ndjson(f"{folder}/demo/models/agent/history.jsonl")["step"].to_list()))
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "write":
+    if sys.argv[1] == "continue":
+        asyncio.run(go_on(sys.argv[2]))
+    elif sys.argv[1] == "write":
         asyncio.run(write(str(Path(sys.argv[2]))))
     else:
         read(sys.argv[2])

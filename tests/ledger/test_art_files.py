@@ -73,7 +73,35 @@ def test_a_step_that_art_logged_is_never_overwritten(arts_run):
     assert (arts_run.folder / "trajectories/train/0000.parquet").read_bytes() == before
 
 
-@pytest.mark.skipif("ART_PYTHON" not in os.environ, reason="set ART_PYTHON to a python with openpipe-art==0.5.18")
+needs_art = pytest.mark.skipif(
+    "ART_PYTHON" not in os.environ,
+    reason="set ART_PYTHON to a python with openpipe-art==0.5.18, numpy, duckdb and pyarrow",
+)
+
+
+def run_by_art(*arguments):
+    """Runs `art_files.py` under ART's python; returns the last line that it printed, as JSON."""
+    script = str(Path(__file__).with_name("art_files.py"))
+    answered = subprocess.run([os.environ["ART_PYTHON"], script, *arguments], capture_output=True, text=True)
+    assert answered.returncode == 0, answered.stderr
+    return json.loads(answered.stdout.splitlines()[-1])
+
+
+@needs_art
+def test_art_goes_on_with_a_run_of_ours_and_back(tmp_path):
+    ledger = ledger_at(tmp_path)
+    ledger.log([group_of(0.0, 1.0)], split="train", step=0, metrics={"bad": math.nan}, request_id="a")
+    ledger.log(None, split="train", step=1, metrics={"loss": 0.5}, request_id="b")
+    before = lines_of(ledger)
+    assert run_by_art("continue", str(tmp_path)) == [0, 1, 9]
+    assert lines_of(ledger)[:2] == before
+    assert ledger.best_step("train/reward") == 9
+    receipt = ledger_at(tmp_path).log(None, split="train", step=1, metrics={"loss": 0.5}, request_id="b")
+    assert receipt.metrics == {"train/loss": 0.5}, "ART left our state alone"
+    assert len(lines_of(ledger)) == 3
+
+
+@needs_art
 def test_art_reads_what_is_written_here(tmp_path):
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     groups = [
@@ -104,10 +132,7 @@ def test_art_reads_what_is_written_here(tmp_path):
         group_of(0.0, 1.0),
     ]
     path = ledger_at(tmp_path).log(groups, split="train", step=0).parquet_path
-    script = str(Path(__file__).with_name("art_files.py"))
-    answered = subprocess.run([os.environ["ART_PYTHON"], script, "read", path], capture_output=True, text=True)
-    assert answered.returncode == 0, answered.stderr
-    first, second = json.loads(answered.stdout)
+    first, second = run_by_art("read", path)
     assert (first["metadata"], first["metrics"], first["logs"]) == ({"scenario": "s"}, {"difficulty": 0.5}, ["line"])
     assert [t["reward"] for t in first["trajectories"]] == [0.5, 1.0]
     spoken, called = (t["messages"] for t in first["trajectories"])

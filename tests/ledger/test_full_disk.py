@@ -93,6 +93,18 @@ def test_a_read_only_file_system_is_a_clear_error(small_disk):
     assert len(lines_of(ledger)) == len(parquet_files(ledger)) == 2
 
 
+def test_where_the_history_refuses_its_line_the_parquet_file_goes_too(tmp_path):
+    ledger = ledger_at(tmp_path)
+    (ledger.folder / "history.jsonl").mkdir(parents=True)
+    for request_id in (None, "a"):
+        with pytest.raises(LedgerWriteError, match="directory"):
+            ledger.log([group_of(0.0, 1.0)], split="val", step=0, request_id=request_id)
+        assert parquet_files(ledger) == []
+    (ledger.folder / "history.jsonl").rmdir()
+    ledger.log([group_of(0.0, 1.0)], split="val", step=0, request_id="a")
+    assert len(parquet_files(ledger)) == len(lines_of(ledger)) == 1
+
+
 def test_a_file_where_a_folder_is_needed_is_a_clear_error(tmp_path):
     (tmp_path / "demo").write_text("in the way")
     with pytest.raises(LedgerWriteError, match="file stands where a folder is needed"):

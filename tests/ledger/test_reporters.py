@@ -269,10 +269,28 @@ def test_a_reporter_that_fails_later_is_a_warning_and_is_tried_again(tmp_path, r
         log_steps(ledger, range(2, 5))
         wait_until(lambda: "recording failed: RuntimeError" in caplog.text, 30, "the warning")
         recording.fail_send = None
-        wait_until(lambda: recording.steps == [0, 1, 2, 3, 4], 30, "the rows after the failure")
+        wait_until(lambda: recording.steps[2:] == [0, 1, 2, 3, 4], 30, "all rows, the doubtful ones again")
         ledger.close(30)
     assert {record.levelname for record in caplog.records if "recording" in record.getMessage()} == {"WARNING"}
-    assert recording.starts == 1
+    assert recording.starts == 2, "it was started anew"
+
+
+def test_what_may_still_be_in_a_reporters_buffers_is_not_remembered_as_sent(tmp_path, recording, monkeypatch):
+    monkeypatch.setattr(feed, "REMEMBER_S", 0.0)
+    ledger = ledger_at(tmp_path, ["recording"])
+
+    def remembered():
+        return json.loads((ledger.folder / "state.json").read_text())["reporters"]["recording"].get("sent_bytes", 0)
+
+    for step in range(30):
+        ledger.log(None, split="val", step=step, metrics={"x" * 9000: step})
+        wait_until(lambda step=step: recording.steps == list(range(step + 1)), 30, "the row")
+    wait_until(lambda: remembered() > 0, 30, "the first rows to be remembered as sent")
+    size = ledger._history.size_bytes()
+    assert size - 64 * 1024 - 2 * 9100 < remembered() <= size - 64 * 1024 + 9100
+    assert remembered() in [end for _, end in ledger._history.lines()]
+    ledger.close(30)
+    assert remembered() == size
 
 
 def test_of_several_ledgers_one_reports_for_all(tmp_path, recording):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -51,20 +50,17 @@ class Reporting:
 
     def __init__(self, names: list[str], subject: Subject) -> None:
         self._feeds = [Feed(name, _REPORTERS[name][0](subject), subject) for name in names]
-        self._lock = threading.Lock()
 
     def history_grew(self) -> None:
         """Tells every reporter that there is more to send. Returns at once."""
-        with self._lock:
-            for feed in self._feeds:
-                feed.wake()
+        for feed in self._feeds:
+            feed.wake()
 
     def close(self, timeout_s: float) -> None:
         """Gives all reporters together `timeout_s` seconds to send what is left."""
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            for feed in self._feeds:
-                feed.close(max(0.0, deadline - time.monotonic()))
+        for feed in self._feeds:
+            feed.close(max(0.0, deadline - time.monotonic()))
 
 
 def replay(model: Any, reporter: str, timeout_s: float = 30.0) -> str:

@@ -13,6 +13,7 @@ holds the reporter's lock. wandb would drop rows if two processes wrote to one r
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 (wandb imports it, which is refused once the script has ended)
+import contextlib
 import json
 import logging
 import threading
@@ -64,6 +65,7 @@ class Feed:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
         self._is_started = False
         self._failed_at: float | None = None
         self._sent_bytes = 0
@@ -73,19 +75,24 @@ class Feed:
 
     def wake(self) -> None:
         """Says that the history grew. Returns at once."""
-        if self._thread is None:
-            self._closing.clear()
+        with self._lock:
+            self._closing.clear()  # a thread that a close gave up on goes on
+            self._start_thread()
+        self._wake.set()
+
+    def _start_thread(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=f"report-{self._name}", daemon=True)
             self._thread.start()
             _close_at_exit(self)
-        self._wake.set()
 
     def close(self, timeout_s: float) -> None:
         """Sends what is left and finishes, or gives up after `timeout_s` with a warning; may be called again."""
-        thread = self._thread
-        if thread is None:
-            return
-        self._closing.set()
+        with self._lock:
+            thread = self._thread
+            if thread is None or not thread.is_alive():
+                return
+            self._closing.set()
         self._wake.set()
         thread.join(timeout_s)
         if thread.is_alive():
@@ -94,7 +101,6 @@ class Feed:
                 self._name,
                 timeout_s,
             )
-        self._thread = None
 
     def replay(self, timeout_s: float) -> str:
         """Sends the whole history to a new run, in this thread; returns where it can be seen.
@@ -118,8 +124,10 @@ class Feed:
             self._wake.clear()
             closing = self._closing.is_set()
             self._report(closing)
-            if closing and not (self._failed_at is None and self._is_behind() and self._is_free()):
-                return
+            with self._lock:  # so that `wake` finds either a thread that goes on, or none
+                if closing and not (self._failed_at is None and self._is_behind() and self._is_free()):
+                    self._thread = None
+                    return
 
     def _report(self, closing: bool) -> None:
         """Brings the reporter up to date, if it is this process's turn. Failures are reported, never raised."""
@@ -207,8 +215,10 @@ class Feed:
     def _finish(self) -> None:
         was_started, self._is_started = self._is_started, False
         if was_started:
-            self._reporter.finish()
-            self._remember({**self._memory(), "sent_bytes": self._sent_bytes})
+            try:
+                self._reporter.finish()
+            finally:
+                self._remember({**self._memory(), "sent_bytes": self._sent_bytes})
 
     def _failed(self, error: Exception) -> None:
         """Reports a failure: an error where it could not start, a warning later. Training goes on either way."""
@@ -220,6 +230,11 @@ class Feed:
                 self._name, what, type(error).__name__, error, self._history.path, RETRY_S,
             )  # fmt: skip
         self._failed_at = time.monotonic()
+        if self._is_started:
+            # It starts anew, in the same run. What it took last may not have arrived: that is sent again.
+            self._sent_bytes = self._line_before(self._sent_bytes - UNSURE_BYTES)
+            with contextlib.suppress(Exception):
+                self._finish()
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
