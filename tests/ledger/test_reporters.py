@@ -172,8 +172,10 @@ def test_tensorboard_has_every_metric_of_every_step_over_restarts(tmp_path):
         ledger.close(60)
     expected = {(step, key, round(value, 5)) for step, key, value in values_of(lines_of(ledger))}
     assert scalars(ledger.folder) == expected
+    assert len(list((ledger.folder / "tensorboard").iterdir())) == 2
     replay(ledger.config, "tensorboard")
     assert scalars(ledger.folder) == expected
+    assert len(list((ledger.folder / "tensorboard").iterdir())) == 1, "nothing is shown twice"
 
 
 # --- reporters that are slow or fail: the feed with a reporter of our own
@@ -188,11 +190,14 @@ class Recording:
         self.may_send.set()
         self.fail_start = self.fail_send = None
 
+    def begin(self):
+        return {"run": "a"}
+
     def start(self, memory):
+        assert memory["run"] == "a"
         self.starts += 1
         if self.fail_start:
             raise self.fail_start
-        memory["seen"] = True
         return "here"
 
     def send(self, rows):
@@ -252,6 +257,8 @@ def test_a_reporter_that_cannot_start_is_an_error_and_training_goes_on(tmp_path,
     assert next(record.levelname for record in caplog.records if "recording" in record.getMessage()) == "ERROR"
     assert "OSError: no network" in caplog.text
     assert len(lines_of(ledger)) == 3
+    state = json.loads((ledger.folder / "state.json").read_text())
+    assert state["reporters"]["recording"] == {"run": "a"}, "the run's name is on disk before it is opened"
     recording.fail_start = None
     ledger = ledger_at(tmp_path, ["recording"])
     log_steps(ledger, range(3, 4))

@@ -24,11 +24,16 @@ class Subject:
 class Reporter(Protocol):
     """Shows rows of the history. All calls come from one thread, which may wait as long as the reporter likes."""
 
-    def start(self, memory: dict[str, Any]) -> str:
-        """Opens the run that `memory` names, or a new one where it is empty; returns where it can be seen.
+    def begin(self) -> dict[str, Any]:
+        """Decides on a new run, which will get every line, and returns what names it.
 
-        What is put into `memory` is on disk before the first row is sent, and given to the next process.
+        It is on disk before the run is opened, and given to every later process: a run is never opened twice under two
+        names, whenever a process dies.
         """
+        ...
+
+    def start(self, memory: dict[str, Any]) -> str:
+        """Opens the run that `begin` decided on, or opens it again; returns where it can be seen."""
         ...
 
     def send(self, rows: list[dict[str, Any]]) -> None:

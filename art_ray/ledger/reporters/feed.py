@@ -179,9 +179,11 @@ class Feed:
     def _start(self) -> None:
         memory = self._memory()
         self._sent_bytes = self._resumed_at(memory)
+        if not memory:
+            memory = self._reporter.begin()
+            self._remember(memory)
         self.where = self._reporter.start(memory)
         self._is_started = True
-        self._remember(memory)
         logger.info("%s shows %s at %s", self._name, self._history.path, self.where)
 
     def _send_all(self) -> None:

@@ -17,14 +17,16 @@ class TensorboardReporter:
         self._folder = subject.folder / "tensorboard"
         self._writer: Any = None
 
+    def begin(self) -> dict[str, Any]:
+        """See `Reporter.begin`. All lines come again: older event files would show them twice."""
+        for path in self._folder.glob("events.out.tfevents.*"):
+            path.unlink()
+        return {"folder": self._folder.name}
+
     def start(self, memory: dict[str, Any]) -> str:
-        """See `Reporter.start`. Without memory, all lines come again: older event files would show them twice."""
+        """See `Reporter.start`."""
         from torch.utils.tensorboard import SummaryWriter
 
-        if not memory.get("started"):
-            for path in self._folder.glob("events.out.tfevents.*"):
-                path.unlink()
-        memory["started"] = True
         self._writer = SummaryWriter(str(self._folder))
         return str(self._folder)
 

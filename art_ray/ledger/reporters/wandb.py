@@ -40,11 +40,14 @@ class WandbReporter:
         self._run: Any = None
         self._splits: set[str] = set()
 
+    def begin(self) -> dict[str, Any]:
+        """See `Reporter.begin`."""
+        return {"run_id": uuid.uuid4().hex[:12]}
+
     def start(self, memory: dict[str, Any]) -> str:
-        """See `Reporter.start`; `memory["run_id"]` is the run's id."""
+        """See `Reporter.start`."""
         import wandb
 
-        memory.setdefault("run_id", uuid.uuid4().hex[:12])
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_key() else "offline")
         self._run = wandb.init(
             project=re.sub(r"[/\\#?%:]", "-", self._subject.project),
