@@ -19,9 +19,8 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
-from tqdm.auto import tqdm
-
 from art_ray.errors import ConfigError, TooManyExceptionsError
+from art_ray.progress import bar
 from art_ray.trajectories import PendingTrajectoryGroup, RolloutFailure, Trajectory, TrajectoryGroup, as_number
 
 __all__ = ["gather_trajectories", "gather_trajectory_groups"]
@@ -237,7 +236,7 @@ class _Progress:
         self._last_failure: Exception | RolloutFailure | None = None
         self._sums: dict[str, tuple[float, int]] = {"reward": (0.0, 0)}
         # A group of unknown size stands in the bar as one until it is finished.
-        self._bar = tqdm(desc=desc, total=self._num_expected + self._num_sizes_unknown, unit="traj", dynamic_ncols=True)
+        self._bar = bar(desc=desc, total=self._num_expected + self._num_sizes_unknown, unit="traj")
 
     def __enter__(self) -> _Progress:
         return self

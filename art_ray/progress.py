@@ -7,8 +7,19 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
-__all__ = ["elapsed"]
+from tqdm.auto import tqdm
+
+__all__ = ["bar", "elapsed"]
+
+IN_A_LOG_EVERY_S = 15.0
+
+
+def bar(**options: Any) -> Any:
+    """Returns a `tqdm` bar on standard error; where that is no terminal but a log, it writes only now and then."""
+    terminal = sys.stderr.isatty()
+    return tqdm(dynamic_ncols=True, mininterval=0.1 if terminal else IN_A_LOG_EVERY_S, file=sys.stderr, **options)
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import pydantic
 import ray
-from tqdm.auto import tqdm
 
 from art_ray.actors import calls
 from art_ray.actors.model_actor import ActorLedger
@@ -24,7 +23,7 @@ from art_ray.actors.vllm_actor import VLLMActor
 from art_ray.errors import ConfigError, ServingError
 from art_ray.ledger.paths import model_dir
 from art_ray.model import Model, TrainableModel
-from art_ray.progress import elapsed
+from art_ray.progress import bar, elapsed
 from art_ray.serving.config import ServingConfig
 from art_ray.serving.guard import Guard
 from art_ray.serving.spec import Endpoint, EngineSpec
@@ -279,11 +278,11 @@ class RayBackend:
         trainer = running.trainer
         wait = trainer.wait("train", f"progress of step {request.step + 1}", self._deadlines.standstill_s)
         progress_wait = trainer.wait("progress", "a sign of life", self._deadlines.standstill_s)
-        with tqdm(desc=f"train step {request.step + 1}", unit="row", leave=False, file=sys.stderr) as bar:
+        with bar(desc=f"train step {request.step + 1}", unit="row", leave=False) as shown:
 
             def report(progress: Mapping[str, float]) -> None:
-                bar.total = progress.get("num_rows")
-                bar.update(progress.get("row", 0) - bar.n)
+                shown.total = progress.get("num_rows")
+                shown.update(progress.get("row", 0) - shown.n)
 
             return await calls.watch(
                 trainer.handle.train.remote(request),

@@ -13,9 +13,8 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable, Iterator, S
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from tqdm.auto import tqdm
-
 from art_ray.errors import ConfigError
+from art_ray.progress import bar
 
 __all__ = ["DatasetBatch", "iterate_dataset", "limit_concurrency", "retry"]
 
@@ -219,13 +218,13 @@ def _batches(
 ) -> Iterator[DatasetBatch[T]]:
     steps_per_epoch = math.ceil(len(items) / groups_per_step)
     num_steps = steps_per_epoch * num_epochs
-    with tqdm(total=num_steps, initial=initial_step, desc="steps", unit="step", disable=not use_tqdm) as bar:
+    with bar(total=num_steps, initial=initial_step, desc="steps", unit="step", disable=not use_tqdm) as shown:
         for step in range(initial_step, num_steps):
             epoch, epoch_step = divmod(step, steps_per_epoch)
             start = epoch_step * groups_per_step
             chosen = _shuffled(len(items), epoch)[start : start + groups_per_step]
             yield DatasetBatch([items[index] for index in chosen], step, epoch, epoch_step)
-            bar.update()
+            shown.update()
 
 
 @functools.lru_cache(maxsize=4)

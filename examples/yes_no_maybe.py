@@ -61,9 +61,10 @@ def report(groups: list[art_ray.TrajectoryGroup], result: art_ray.TrainResult, r
     spread = statistics.mean(statistics.pstdev([t.reward for t in group]) for group in groups)
     tokens = sum(trajectory.metrics["tokens"] for group in groups for trajectory in group)
     metrics = result.metrics
+    loss = f"{metrics['loss']:+.4f}" if "loss" in metrics else "   –   "  # nothing to learn where all rewards are equal
     print(
         f"step {result.step:3d}  reward {statistics.mean(rewards):.3f}  spread {spread:.3f}  "
-        f"loss {metrics.get('loss', float('nan')):+.4f}  {tokens / rollout_s:4.0f} tok/s  "
+        f"loss {loss}  {tokens / rollout_s:4.0f} tok/s  "
         f"seconds: rollout {rollout_s:.1f}  train {metrics['seconds']:.1f}  "
         f"weight sync {metrics['seconds_weight_sync']:.1f}",
         flush=True,
