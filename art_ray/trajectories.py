@@ -109,6 +109,10 @@ class Sampling:
         token_ids, prompt_token_ids = extra.get("token_ids"), extra.get("prompt_token_ids")
         version = extra.get("policy_version")
         content = choice.logprobs.content if choice.logprobs else None
+        if content is not None and (token_ids is None or len(token_ids) != len(content)):
+            # Clients that put a streamed answer together keep the log-probability of each token, its id beside it.
+            named = [(token.model_extra or {}).get("token_id") for token in content]
+            token_ids = token_ids if None in named else named
         if token_ids is None or prompt_token_ids is None or version is None or content is None:
             return None
         versions = extra.get("policy_versions") or [version] * len(token_ids)

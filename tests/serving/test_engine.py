@@ -137,6 +137,20 @@ async def test_a_streaming_client_gets_everything_that_training_needs(replica: R
     assert error_from(replica, sampling, 1) < EXACT
 
 
+async def test_openais_own_stream_reader_returns_a_trainable_choice(replica: Replica, client: openai.AsyncOpenAI):
+    await replica.load(1)
+    async with client.chat.completions.stream(
+        model="policy",
+        messages=QUESTION,  # type: ignore[arg-type]
+        max_tokens=8,
+        extra_body={"ignore_eos": True},
+    ) as stream:
+        answer = await stream.get_final_completion()
+    sampling = sampling_of(answer.choices[0])
+    assert len(sampling.token_ids) == 8
+    assert error_from(replica, sampling, 1) < EXACT
+
+
 async def test_a_text_completion_says_who_sampled_it(replica: Replica, client: openai.AsyncOpenAI):
     await replica.load(1)
     answer = await client.completions.create(model="policy", prompt="Yes or no?", max_tokens=4)

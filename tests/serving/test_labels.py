@@ -97,12 +97,7 @@ def test_a_stream_read_by_openais_own_accumulator_carries_everything():
     for each in labelled:
         state.handle_chunk(ChatCompletionChunk.model_validate(each))
     choice = state.get_final_completion().choices[0]
-    assert choice.model_extra is not None
-    assert choice.model_extra["prompt_token_ids"] == [1, 2]
-    assert choice.model_extra["policy_version"] == 3
-    assert choice.logprobs is not None
-    assert [each.model_extra["token_id"] for each in choice.logprobs.content or []] == [7, 8, 9]
-    assert [each.logprob for each in choice.logprobs.content or []] == [-0.5, -0.25, -0.125]
+    assert Sampling.of(choice) == Sampling([1, 2], [7, 8, 9], [-0.5, -0.25, -0.125], [3, 3, 3], 1.0)
     assert labelled[-1]["choices"][0]["all_token_ids"] == [7, 8, 9]
 
 
