@@ -22,7 +22,8 @@
     │   ├── EngineError                     the engine failed to start, or died; carries its last words
     │   └── VersionNotServedError (LookupError)     a policy version that no server holds
     ├── DeadlineError (TimeoutError)        a wait that ended without its answer; names what it waited for
-    └── ActorError (RuntimeError)           a call to an actor failed, or the actor died
+    └── ActorError (RuntimeError)           a call to an actor failed
+        └── ActorDiedError                  the actor, or its node, is gone
 
 Each takes one message and pickles, so that it crosses process boundaries unchanged.
 """
@@ -30,6 +31,7 @@ Each takes one message and pickles, so that it crosses process boundaries unchan
 from __future__ import annotations
 
 __all__ = [
+    "ActorDiedError",
     "ActorError",
     "ArtRayError",
     "CheckpointError",
@@ -142,4 +144,8 @@ class DeadlineError(ArtRayError, TimeoutError):
 
 
 class ActorError(ArtRayError, RuntimeError):
-    """A call to an actor failed, or the actor died."""
+    """A call to an actor failed; the message carries its traceback."""
+
+
+class ActorDiedError(ActorError):
+    """The actor that was called, or its node, is gone."""

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import pydantic
 import ray
 
 from art_ray.actors import calls
+from art_ray.actors.deadlines import Deadlines
 from art_ray.actors.model_actor import ActorLedger
 from art_ray.actors.placement import Placed, require, with_gpus
-from art_ray.actors.trainer_actor import TrainerActor, TrainRequest
+from art_ray.actors.trainer_actor import TrainRequest
+from art_ray.actors.trainer_group import TrainerGroup
 from art_ray.actors.vllm_actor import VLLMActor
 from art_ray.errors import ConfigError, ServingError
 from art_ray.ledger.paths import model_dir
@@ -29,38 +30,22 @@ from art_ray.serving.guard import Guard
 from art_ray.serving.spec import Endpoint, EngineSpec
 from art_ray.training import checkpoint
 from art_ray.training.config import LoraSettings, TrainerConfig, TrainerSpec
-from art_ray.types import FrozenConfig, TrainConfig
+from art_ray.types import TrainConfig
 
 __all__ = ["Deadlines", "RayBackend"]
 
+PEFT_NAMES = {"lora_alpha": "alpha", "lora_dropout": "dropout"}
+"""PEFT's names of LoRA settings, as `peft_args` may give them, and ours."""
 LOCAL_RUN = "ART_RAY_LOCAL_RUN"
 """Environment variable of the processes of a Ray instance that a backend started: a guard ends them with the driver."""
-
-
-class Deadlines(FrozenConfig):
-    """How long the driver waits for each kind of answer, in seconds, before it gives up with an error."""
-
-    check_s: float = pydantic.Field(default=180.0, gt=0)
-    """For an actor to be placed, and the base model to be looked at."""
-    start_s: float = pydantic.Field(default=1800.0, gt=0)
-    """For the trainer to load its weights, and an engine to answer for the first time."""
-    standstill_s: float = pydantic.Field(default=900.0, gt=0)
-    """For a train call that reports no progress."""
-    publish_s: float = pydantic.Field(default=600.0, gt=0)
-    """For a replica to load a version."""
-    ledger_s: float = pydantic.Field(default=600.0, gt=0)
-    """For a log call, and for the groups it refers to."""
-    stop_s: float = pydantic.Field(default=30.0, gt=0)
-    """For an actor to end by itself, before it is ended."""
 
 
 @dataclass
 class _Running:
     """The actors of one model, and what they were last told."""
 
-    trainer: Placed
-    replicas: list[Placed]
-    checkpoints_dir: Path
+    trainer: TrainerGroup
+    replicas: list[Placed] = field(default_factory=list)
     endpoint: Endpoint | None = None
     key: str = field(default="", repr=False)
     served: list[int] = field(default_factory=list)
@@ -98,8 +83,6 @@ class RayBackend:
         self._serving = serving or ServingConfig()
         if self._serving.replicas > 1:
             raise ConfigError(f"ServingConfig(replicas={self._serving.replicas}): one replica is served at present")
-        if self._trainer_config.ranks > 1:
-            raise ConfigError(f"TrainerConfig(ranks={self._trainer_config.ranks}): one rank trains at present")
         self._path = path
         self._address = address or os.environ.get("RAY_ADDRESS") or "local"
         self._deadlines = deadlines or Deadlines()
@@ -183,7 +166,7 @@ class RayBackend:
         if ray.is_initialized():
             return
         local = self._address == "local"
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+        options: dict[str, Any] = {"log_to_driver": True, "logging_level": "error"}
         if local:
             # Trainer and engine take turns, so that a logical core for each is there even on one real one.
             options |= {"include_dashboard": False, "num_cpus": max(2, os.cpu_count() or 1)}
@@ -208,18 +191,15 @@ class RayBackend:
             lora=lora,
             trainer=self._trainer_config,
         )
-        gpus = with_gpus()
         name = f"{model.project}/{model.name}"
-        devices = float(serving.tensor_parallel)
-        resources = {
-            f"trainer:{name}": {"CPU": 1.0} | ({"GPU": 1.0} if gpus else {}),
-            f"vllm:{name}:0": {"CPU": 1.0, "GPU": devices} if gpus else {"CPU": devices},
-        }
-        require(resources)
-        trainer = Placed(_actor(TrainerActor, f"trainer:{name}", resources, spec), f"trainer:{name}")
-        running = _Running(trainer, [], spec.checkpoints_dir, key=secrets.token_urlsafe(32))
+        trainer, replica = self._resources(serving)
+        ranks = {f"trainer:{name}:{rank}": trainer for rank in range(spec.trainer.ranks)}
+        require({**ranks, f"vllm:{name}:0": replica})
+        group = TrainerGroup(f"trainer:{name}", spec, trainer, self._deadlines)
+        running = _Running(group, key=secrets.token_urlsafe(32))
         try:
-            await self._fill(running, model, spec, serving, name, resources)
+            await group.place()
+            await self._fill(running, model, spec, serving, replica)
         except BaseException:
             await self._stop(running)
             raise
@@ -231,15 +211,10 @@ class RayBackend:
         model: TrainableModel,
         spec: TrainerSpec,
         serving: ServingConfig,
-        name: str,
-        resources: Mapping[str, Mapping[str, float]],
+        resources: Mapping[str, float],
     ) -> None:
-        """Checks the base model, starts trainer and replica side by side, and publishes the newest step."""
-        checked = running.trainer.wait(
-            "check", f"a look at the base model {spec.base_model!r}", self._deadlines.check_s
-        )
-        node = await calls.answer(running.trainer.handle.check.remote(), checked)
-        running.trainer = Placed(running.trainer.handle, running.trainer.name, node)
+        """Starts trainer and replica side by side, and publishes the newest step."""
+        name = f"{model.project}/{model.name}"
         engine_spec = EngineSpec(
             base_model=spec.base_model,
             name=model.name,
@@ -248,18 +223,15 @@ class RayBackend:
             serving=serving,
             seed=secrets.randbits(31),
         )
-        replica = Placed(_actor(VLLMActor, f"vllm:{name}:0", resources, engine_spec), f"vllm:{name}:0")
+        actor = VLLMActor.options(  # type: ignore[attr-defined]
+            name=f"vllm:{name}:0", num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0)
+        )
+        replica = Placed(actor.remote(engine_spec), f"vllm:{name}:0")
         running.replicas.append(replica)
-        start_s = self._deadlines.start_s
+        starting = replica.wait("start", "the first answer of the engine", self._deadlines.start_s)
         async with elapsed(f"starting trainer and engine of {name}"):
-            step, running.endpoint = await _all(
-                calls.answer(
-                    running.trainer.handle.start.remote(),
-                    running.trainer.wait("start", f"the weights of {spec.base_model!r}", start_s),
-                ),
-                calls.answer(
-                    replica.handle.start.remote(), replica.wait("start", "the first answer of the engine", start_s)
-                ),
+            step, running.endpoint = await calls.together(
+                running.trainer.start(), calls.answer(replica.handle.start.remote(), starting)
             )
             await self._publish(running, step)
 
@@ -275,28 +247,20 @@ class RayBackend:
         return last
 
     async def _train(self, running: _Running, request: TrainRequest) -> dict[str, float]:
-        trainer = running.trainer
-        wait = trainer.wait("train", f"progress of step {request.step + 1}", self._deadlines.standstill_s)
-        progress_wait = trainer.wait("progress", "a sign of life", self._deadlines.standstill_s)
         with bar(desc=f"train step {request.step + 1}", unit="row", leave=False) as shown:
 
             def report(progress: Mapping[str, float]) -> None:
                 shown.total = progress.get("num_rows")
                 shown.update(progress.get("row", 0) - shown.n)
 
-            return await calls.watch(
-                trainer.handle.train.remote(request),
-                wait,
-                lambda: calls.answer(trainer.handle.progress.remote(), progress_wait),
-                report,
-            )
+            return await running.trainer.train(request, report)
 
     async def _publish(self, running: _Running, step: int) -> float:
         """Has every replica load the adapter of `step`; returns the seconds until the last has answered."""
         started = asyncio.get_running_loop().time()
         running.served.append(step)
-        adapter = running.trainer.handle.adapter.remote(step)
-        loaded = await _all(
+        adapter = running.trainer.adapter(step)
+        loaded = await calls.together(
             *(
                 calls.answer(
                     replica.handle.load.remote(adapter),
@@ -319,7 +283,14 @@ class RayBackend:
             except Exception as error:  # the kill below ends it either way; the reason is worth a line
                 print(f"art_ray: {replica.name} did not stop by itself: {error}", file=sys.stderr)
             ray.kill(replica.handle)
-        ray.kill(running.trainer.handle)
+        running.trainer.stop()
+
+    def _resources(self, serving: ServingConfig) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns what a trainer rank and a replica ask of Ray: GPUs where the cluster has any, otherwise CPUs."""
+        devices = float(serving.tensor_parallel)
+        if with_gpus():
+            return {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": devices}
+        return {"CPU": 1.0}, {"CPU": devices}
 
     def _running(self, model: TrainableModel) -> _Running:
         try:
@@ -331,7 +302,7 @@ class RayBackend:
 
     def _options_of(self, model: TrainableModel) -> tuple[LoraSettings, ServingConfig]:
         own = model._internal_config or {}
-        lora = self._lora.updated(own.get("peft_args", {}))
+        lora = self._lora.updated({PEFT_NAMES.get(key, key): v for key, v in own.get("peft_args", {}).items()})
         engine_args = {**self._serving.engine_args, **own.get("engine_args", {})}
         return lora, self._serving.updated({"engine_args": engine_args})
 
@@ -352,19 +323,3 @@ def _absolute(path: str) -> str:
 def _resolved(base_model: str) -> str:
     """Returns a folder as an absolute path; a hub id unchanged."""
     return _absolute(base_model) if os.path.isdir(base_model) else base_model
-
-
-def _actor(actor: Any, name: str, resources: Mapping[str, Mapping[str, float]], spec: Any) -> Any:
-    own = resources[name]
-    return actor.options(name=name, num_cpus=own["CPU"], num_gpus=own.get("GPU", 0)).remote(spec)
-
-
-async def _all(*awaitables: Any) -> list[Any]:
-    """Returns all results, or raises the first error once the others are cancelled."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise

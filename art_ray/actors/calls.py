@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Any
 import ray
 from ray import exceptions as ray_errors
 
-from art_ray.errors import ActorError, ArtRayError, DeadlineError
+from art_ray.errors import ActorDiedError, ActorError, ArtRayError, DeadlineError
 
-__all__ = ["Wait", "answer", "answer_now", "fetch", "watch"]
+__all__ = ["Wait", "answer", "answer_now", "fetch", "together", "watch"]
 
 POLL_INTERVAL_S = 0.5
 
@@ -41,7 +42,8 @@ async def answer(ref: Any, wait: Wait) -> Any:
     Raises:
         DeadlineError: it did not come within `wait.timeout_s`.
         ArtRayError: what the actor raised, where that is one of ours.
-        ActorError: the actor died, or raised something else; carries its traceback as text.
+        ActorDiedError: the actor died.
+        ActorError: it raised something else; carries its traceback as text.
     """
     future = asyncio.wrap_future(ref.future())
     # Not wait_for: an actor's own TimeoutError would look like a missed deadline.
@@ -72,7 +74,28 @@ def fetch(refs: list[Any], what: str, timeout_s: float) -> list[Any]:
         ActorError: an object is lost, because its owner or its node died.
     """
     wait = Wait("object store", "get", ray.util.get_node_ip_address(), what, timeout_s)
-    return answer_now(refs, wait)
+    # Not ray.get: inside an async actor it warns of a blocked event loop, also on a thread that is not the loop's.
+    futures = [ref.future() for ref in refs]
+    done, late = concurrent.futures.wait(futures, timeout_s, return_when=concurrent.futures.FIRST_EXCEPTION)
+    try:
+        for future in done:
+            future.result()
+    except ray_errors.RayError as error:
+        raise _ours(error, wait) from None
+    if late:
+        raise _late(wait, timeout_s)
+    return [future.result() for future in futures]
+
+
+async def together(*waiting: Awaitable[Any]) -> list[Any]:
+    """Returns all results in order, or raises the first error once the other waits are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in waiting]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
 
 
 async def watch(ref: Any, wait: Wait, progress: Callable[[], Awaitable[Any]], report: Callable[[Any], None]) -> Any:
@@ -109,5 +132,5 @@ def _ours(error: ray_errors.RayError, wait: Wait) -> ArtRayError:
     if isinstance(error, ray_errors.RayTaskError):
         return ActorError(f"{wait} failed while waiting for {wait.waiting_for}:\n{error}")
     if isinstance(error, (ray_errors.RayActorError, ray_errors.WorkerCrashedError, ray_errors.NodeDiedError)):
-        return ActorError(f"{wait.actor} on node {wait.node} died; waited for {wait.waiting_for}: {error}")
+        return ActorDiedError(f"{wait.actor} on node {wait.node} died; waited for {wait.waiting_for}: {error}")
     return ActorError(f"{wait}: {type(error).__name__} while waiting for {wait.waiting_for}: {error}")

@@ -14,8 +14,9 @@ import ray
 from art_ray.actors import calls
 from art_ray.serving.adapter import AdapterVersion
 from art_ray.training.checkpoint import step_dir
-from art_ray.training.config import TrainerSpec
+from art_ray.training.config import RankSettings, TrainerSpec
 from art_ray.training.policy import check_base_model
+from art_ray.training.ranks import served_store
 from art_ray.training.trainer import Trainer
 from art_ray.types import TrainConfig
 
@@ -42,7 +43,7 @@ class TrainerActor:
     """A `Trainer`, reached through Ray. It decides nothing.
 
     The trainer is made when it is first needed, not in `__init__`: what goes wrong then reaches the caller as the error
-    it is. A restarted actor makes it again from the newest checkpoint.
+    it is. It resumes from the newest checkpoint.
     """
 
     def __init__(self, spec: TrainerSpec) -> None:
@@ -50,6 +51,7 @@ class TrainerActor:
         # torch keeps its number of threads per calling thread: everything runs on this one.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._trainer: Trainer | None = None
+        self._store: Any = None
         self._progress: dict[str, Any] = {}
 
     async def check(self) -> str:
@@ -57,8 +59,15 @@ class TrainerActor:
         await self._run(lambda: check_base_model(self._spec.base_model, self._spec.lora))
         return ray.util.get_node_ip_address()
 
-    async def start(self) -> int:
+    async def open_meeting(self) -> str:
+        """Returns where the ranks find each other; the first rank keeps it open while it lives."""
+        host = ray.util.get_node_ip_address()
+        self._store = await asyncio.to_thread(served_store, host)
+        return f"store://{host}:{self._store.port}"
+
+    async def start(self, place: RankSettings) -> int:
         """Loads the policy and returns the step it stands at."""
+        self._spec = self._spec.updated({"place": place})
         return await self._run(lambda: self._made().step)
 
     async def train(self, request: TrainRequest) -> dict[str, float]:
@@ -99,4 +108,5 @@ def _with_all_cores(spec: TrainerSpec) -> TrainerSpec:
     """
     if spec.trainer.num_threads is not None:
         return spec
-    return spec.updated({"trainer": spec.trainer.updated({"num_threads": len(os.sched_getaffinity(0))})})
+    share = max(1, len(os.sched_getaffinity(0)) // spec.trainer.ranks)
+    return spec.updated({"trainer": spec.trainer.updated({"num_threads": share})})

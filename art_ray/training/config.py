@@ -99,7 +99,8 @@ class RankSettings(FrozenConfig):
     rank: int = pydantic.Field(default=0, ge=0)
     world_size: int = pydantic.Field(default=1, ge=1)
     init_method: str | None = None
-    """How the ranks find each other, as torch.distributed takes it: `tcp://host:port` or `file:///path`."""
+    """How the ranks find each other: `tcp://host:port` or `file:///path` as torch.distributed takes it, or
+    `store://host:port` for a store that already listens there."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> RankSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import Tensor
 from art_ray.errors import ArtRayError, TrainingError
 from art_ray.training.config import RankSettings
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "served_store"]
 
 T = TypeVar("T")
 
@@ -29,13 +29,14 @@ class Ranks:
         self._device = device
         if self.world_size == 1:
             return
+        timeout = datetime.timedelta(seconds=timeout_s)
         try:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                init_method=place.init_method,
+                **_meeting(str(place.init_method), timeout),
                 rank=place.rank,
                 world_size=place.world_size,
-                timeout=datetime.timedelta(seconds=timeout_s),
+                timeout=timeout,
             )
         except (RuntimeError, ValueError) as error:  # DistError and its kin are RuntimeErrors
             raise TrainingError(
@@ -92,3 +93,18 @@ class Ranks:
             raise TrainingError(
                 f"rank {self.rank} of {self.world_size} lost the others in {what}; a rank died or is stuck: {error}"
             ) from error
+
+
+def served_store(host: str) -> dist.TCPStore:
+    """Returns a store that listens on a free port of `host` (`.port`), for ranks to meet at `store://host:port`.
+
+    The port is bound before anybody is told, so that no other process can take it in between.
+    """
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
+def _meeting(init_method: str, timeout: datetime.timedelta) -> dict[str, Any]:
+    if not init_method.startswith("store://"):
+        return {"init_method": init_method}
+    host, port = init_method.removeprefix("store://").rsplit(":", 1)
+    return {"store": dist.TCPStore(host, int(port), is_master=False, timeout=timeout)}

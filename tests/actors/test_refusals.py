@@ -86,5 +86,3 @@ async def test_too_few_resources(tmp_path, tiny):
 def test_what_is_not_built_yet_is_refused():
     with pytest.raises(ConfigError, match="one replica"):
         art_ray.RayBackend(serving=art_ray.ServingConfig(replicas=2))
-    with pytest.raises(ConfigError, match="one rank"):
-        art_ray.RayBackend(trainer=art_ray.TrainerConfig(ranks=2))
