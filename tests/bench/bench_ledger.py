@@ -114,13 +114,15 @@ def _long_history(path: Path) -> None:
 
 
 _IN_CHILD = """
-import resource, sys, time
+import re, sys, time
 from pathlib import Path
 from art_ray.ledger.history import History
 from art_ray.ledger.checkpoints import steps_to_keep
 from art_ray.ledger.learning_rate import learning_rate_multiplier
+def peak_kib():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 history = History(Path(sys.argv[1]))
-at_rest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+at_rest = peak_kib()
 started = time.perf_counter()
 if sys.argv[2] == "best":
     kept = steps_to_keep(history, "val/reward", 1)
@@ -129,7 +131,7 @@ if sys.argv[2] == "best":
 else:
     multiplier = learning_rate_multiplier(history)
     assert 0.99 < multiplier < 1.01, multiplier
-print(time.perf_counter() - started, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - at_rest) / 1024)
+print(time.perf_counter() - started, (peak_kib() - at_rest) / 1024)
 """
 
 

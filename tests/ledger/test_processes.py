@@ -1,5 +1,6 @@
 """Several processes log to one model at once."""
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -47,8 +48,13 @@ def test_changes_of_the_state_by_several_processes_all_arrive(tmp_path):
                 state[name] = state.get(name, 0) + 1
                 state["all"] = state.get("all", 0) + 1
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(count, "abcd"))
+    with State(tmp_path).changed() as state:
+        state["all"] = 0
+    with ThreadPoolExecutor(5) as pool:
+        counting = [pool.submit(count, name) for name in "abcd"]
+        while wait(counting, timeout=0.001).not_done:
+            json.loads((tmp_path / "state.json").read_text())  # whole at any moment
+        assert [future.result() for future in counting] == [None] * 4
     assert State(tmp_path).read() == {"all": 100, **dict.fromkeys("abcd", 25)}
 
 
