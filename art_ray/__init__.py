@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from art_ray.model import Model, TrainableModel
     from art_ray.ray_backend import RayBackend
     from art_ray.serving.config import ServingConfig
+    from art_ray.supervise import sft
     from art_ray.training.config import TrainerConfig
     from art_ray.trajectories import (
         History,
@@ -55,6 +56,7 @@ __all__ = [
     "iterate_dataset",
     "limit_concurrency",
     "retry",
+    "sft",
 ]
 
 _MODULE_OF = {
@@ -82,6 +84,7 @@ _MODULE_OF = {
     "iterate_dataset": "utils",
     "limit_concurrency": "utils",
     "retry": "utils",
+    "sft": "supervise",
 }
 _MODULES = ("errors", "gather", "ledger", "local", "trajectories", "types", "utils")
 """Modules that are reached as attributes too, without an import of their own."""

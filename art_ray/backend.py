@@ -56,6 +56,12 @@ class Backend(Protocol):
         """
         ...
 
+    def _sft_model(
+        self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig
+    ) -> AsyncIterator[dict[str, float]]:
+        """Like `_train_model`, but the trajectories' answers are examples to imitate, whatever their rewards."""
+        ...
+
     async def _delete_checkpoint_files(self, model: TrainableModel, steps_to_keep: Sequence[int]) -> None:
         """Deletes every checkpoint but those of `steps_to_keep` and those being served. Starts nothing."""
         ...

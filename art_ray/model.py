@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import openai
@@ -252,24 +253,31 @@ class TrainableModel(Model):
         """
         backend, ledger = self.backend(), self._remembering()
         config = (config or TrainConfig()).updated(_config or {})
-        call = await self._taken_up(as_groups(groups, ledger.is_reference))
-        call.shared = call.shared or await ledger.share(call.groups)
-        if call.groups:
-            await ledger.log(call.shared, split="train", step=call.step, metrics=None, request_id=call.request_id)
+        call = await self._logged(as_groups(groups, ledger.is_reference), "train")
         frontend_metrics: dict[str, float] = {}
         if config.scale_learning_rate_by_reward_std_dev:
             multiplier = await ledger.learning_rate_multiplier()
             config = config.updated({"learning_rate": config.learning_rate * multiplier})
             frontend_metrics["learning_rate_multiplier"] = multiplier
         collected = [m async for m in backend._train_model(self, call.shared, config, _config or {})]
-        metrics = {**_means(collected), **frontend_metrics}
-        await ledger.log(
-            None, split="train", step=call.step + 1, metrics=metrics, request_id=f"{call.request_id}-metrics"
-        )
-        self._unfinished = None
-        if verbose:
-            print(f"step {call.step + 1}: " + "  ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
-        return TrainResult(step=call.step + 1, metrics=metrics)
+        return await self._finished(call, {**_means(collected), **frontend_metrics}, verbose)
+
+    async def sft(
+        self,
+        trajectories: Iterable[Trajectory] | Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        verbose: bool = False,
+    ) -> TrainResult:
+        """Takes one supervised step on the trajectories' answers, whatever their rewards, for a warm start.
+
+        Answers with token ids are trained as sampled, other assistant messages by the chat template. Of `config` the
+        learning rate, `warmup_steps`, `optimizer_steps_per_train` and `max_grad_norm` play a part. The trajectories and
+        the metrics are logged as split `sft`; repetition and errors are those of `train`.
+        """
+        backend, ledger = self.backend(), self._remembering()
+        call = await self._logged(as_groups(trajectories, ledger.is_reference), "sft")
+        collected = [m async for m in backend._sft_model(self, call.shared, config or TrainConfig())]
+        return await self._finished(call, _means(collected), verbose)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
         """Deletes every checkpoint but the latest, the best by `best_checkpoint_metric`, and those being served.
@@ -281,22 +289,45 @@ class TrainableModel(Model):
         steps = await ledger.steps_to_keep(best_checkpoint_metric, await self.get_step())
         await backend._delete_checkpoint_files(self, steps)
 
-    async def _taken_up(self, groups: Sequence[Any]) -> _UnfinishedTrain:
-        """Returns the unfinished call with these very groups, or a new one at the backend's step."""
-        call = self._unfinished
-        if call is None or [id(group) for group in call.groups] != [id(group) for group in groups]:
-            call = self._unfinished = _UnfinishedTrain(list(groups), await self.get_step(), uuid.uuid4().hex)
+    async def _logged(self, groups: list[Any], split: str) -> _UnfinishedTrain:
+        """Takes up the unfinished call with these very groups, or begins one at the backend's step; logs its groups."""
+        ledger, call = self._remembering(), self._unfinished
+        if call is None or (call.split, _identity(call.groups)) != (split, _identity(groups)):
+            call = _UnfinishedTrain(groups, split, await self.get_step(), uuid.uuid4().hex)
+        self._unfinished = call
+        call.shared = call.shared or await ledger.share(call.groups)
+        if call.groups:
+            await ledger.log(call.shared, split=split, step=call.step, metrics=None, request_id=call.request_id)
         return call
 
+    async def _finished(self, call: _UnfinishedTrain, metrics: dict[str, float], verbose: bool) -> TrainResult:
+        """Logs the metrics at the step after training."""
+        step = call.step + 1
+        await self._remembering().log(
+            None, split=call.split, step=step, metrics=metrics, request_id=f"{call.request_id}-metrics"
+        )
+        self._unfinished = None
+        if verbose:
+            print(f"step {step}: " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        return TrainResult(step=step, metrics=metrics)
 
+
+@dataclass
 class _UnfinishedTrain:
     """A train call until it returns: repeated after a failure, it must not count twice."""
 
-    def __init__(self, groups: list[Any], step: int, request_id: str) -> None:
-        self.groups = groups
-        self.step = step
-        self.request_id = request_id
-        self.shared: list[Any] | None = None
+    groups: list[Any]
+    split: str
+    step: int
+    """The step before training."""
+    request_id: str
+    shared: list[Any] = field(default_factory=list)
+    """The groups in the form in which ledger and backend take them."""
+
+
+def _identity(groups: Sequence[Any]) -> list[Any]:
+    """Returns what is equal for two lists of the very same trajectories, or of references to the same groups."""
+    return [tuple(map(id, group)) if isinstance(group, TrajectoryGroup) else group for group in groups]
 
 
 def _means(dicts: Sequence[Mapping[str, float]]) -> dict[str, float]:

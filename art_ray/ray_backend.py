@@ -144,11 +144,15 @@ class RayBackend:
         self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig, dev_config: Mapping[str, Any]
     ) -> AsyncIterator[dict[str, float]]:
         """Trains one step, then publishes it to every replica; yields the step's metrics."""
-        running = self._running(model)
-        request = await self._taken_up(model, running, tuple(groups), config)
-        yield await self._train(running, request)
-        yield {"seconds_weight_sync": await self._publish(running, request.step + 1)}
-        running.last_request = None
+        async for metrics in self._learn(model, tuple(groups), config, supervised=False):
+            yield metrics
+
+    async def _sft_model(
+        self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig
+    ) -> AsyncIterator[dict[str, float]]:
+        """Trains one step on the groups' answers as examples, then publishes it; yields the step's metrics."""
+        async for metrics in self._learn(model, tuple(groups), config, supervised=True):
+            yield metrics
 
     async def _delete_checkpoint_files(self, model: TrainableModel, steps_to_keep: Sequence[int]) -> None:
         """Deletes the other checkpoints' directories; those that a replica serves stay."""
@@ -235,16 +239,19 @@ class RayBackend:
             )
             await self._publish(running, step)
 
-    async def _taken_up(
-        self, model: TrainableModel, running: _Running, groups: tuple[Any, ...], config: TrainConfig
-    ) -> TrainRequest:
-        """Returns the request that failed before, if these are its groups; its step may be committed by now."""
-        last = running.last_request
-        if last is None or last.groups != groups:
+    async def _learn(
+        self, model: TrainableModel, groups: tuple[Any, ...], config: TrainConfig, *, supervised: bool
+    ) -> AsyncIterator[dict[str, float]]:
+        running = self._running(model)
+        request = running.last_request
+        if request is None or (request.groups, request.supervised) != (groups, supervised):
             step = await self._get_step(model)
-            last = TrainRequest(step, groups, config, fetch_timeout_s=self._deadlines.ledger_s)
-            running.last_request = last
-        return last
+            request = TrainRequest(step, groups, config, self._deadlines.ledger_s, supervised)
+        # Kept until the step is served: the same groups again, after a failure, are this step and not the next.
+        running.last_request = request
+        yield await self._train(running, request)
+        yield {"seconds_weight_sync": await self._publish(running, request.step + 1)}
+        running.last_request = None
 
     async def _train(self, running: _Running, request: TrainRequest) -> dict[str, float]:
         with bar(desc=f"train step {request.step + 1}", unit="row", leave=False) as shown:

@@ -38,6 +38,7 @@ PUBLIC = [
     "iterate_dataset",
     "limit_concurrency",
     "retry",
+    "sft",
 ]
 
 

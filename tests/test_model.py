@@ -40,6 +40,11 @@ class StubBackend:
         if self.fail_after:
             raise RuntimeError("lost after the step")
 
+    async def _sft_model(self, model, groups, config):
+        self.seen.append((list(groups), config))
+        self.step += 1
+        yield {"loss": 0.5}
+
     async def _delete_checkpoint_files(self, model, steps_to_keep):
         self.kept = sorted(steps_to_keep)
 
@@ -176,6 +181,31 @@ async def test_the_same_call_again_after_a_failure_has_the_effect_of_one(registe
     # The next call, with the same groups even, is a call of its own.
     backend.step = 1
     assert (await model.train(groups)).step == 2
+
+
+async def test_loose_trajectories_repeated_after_a_failure_are_the_same_call(registered, tmp_path):
+    model, backend = registered
+    trajectories = [*group(0.0, 1.0)]
+    backend.fail_before = True
+    with pytest.raises(RuntimeError, match="lost"):
+        await model.train(trajectories)
+    backend.fail_before = False
+    await model.train(trajectories)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1]
+
+
+async def test_supervised_steps_are_logged_as_a_split_of_their_own(registered, tmp_path):
+    model, backend = registered
+    results = await art_ray.sft(model, [*group(0.0, 1.0, 2.0)], num_epochs=2, trajectories_per_step=2)
+    assert [result.step for result in results] == [1, 2, 3, 4]
+    assert [len(groups[0]) for groups, _ in backend.seen] == [2, 1, 2, 1]
+    assert [(line["step"], "sft/loss" in line) for line in lines(tmp_path)][:4] == [
+        (0, False),
+        (1, True),
+        (1, False),
+        (2, True),
+    ]
+    assert (tmp_path / "p/models/m/trajectories/sft/0000.parquet").exists()
 
 
 async def test_the_learning_rate_follows_the_spread_of_rewards_on_a_copy_of_the_config(registered, tmp_path):

@@ -36,6 +36,8 @@ class TrainRequest:
     """References to trajectory groups, in order."""
     config: TrainConfig
     fetch_timeout_s: float
+    supervised: bool = False
+    """Whether the groups' answers are examples to imitate, instead of attempts to compare."""
 
 
 @ray.remote
@@ -87,7 +89,11 @@ class TrainerActor:
         self._progress = {}
         what = f"the {len(request.groups)} trajectory groups of step {request.step}"
         groups = calls.fetch(list(request.groups), what, request.fetch_timeout_s)
-        return self._made().train(groups, request.config, request.step, progress=self._report)
+        trainer = self._made()
+        if request.supervised:
+            trajectories = [trajectory for group in groups for trajectory in group]
+            return trainer.sft(trajectories, request.config, request.step, progress=self._report)
+        return trainer.train(groups, request.config, request.step, progress=self._report)
 
     def _report(self, progress: Mapping[str, Any]) -> None:
         self._progress = dict(progress)

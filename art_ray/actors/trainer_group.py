@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -135,7 +135,7 @@ class TrainerGroup:
             return actor.wait("train", f"progress of step {request.step + 1}", self._deadlines.standstill_s)
 
         async def rank(actor: Placed) -> dict[str, float]:
-            return await calls.watch(  # type: ignore[no-any-return]
+            return await calls.watch(
                 actor.handle.train.remote(request),
                 waits(actor),
                 lambda: calls.answer(first.handle.progress.remote(), alive),
@@ -143,12 +143,11 @@ class TrainerGroup:
             )
 
         results = await asyncio.gather(*(rank(actor) for actor in self._ranks), return_exceptions=True)
-        # A rank that died explains what the others say of it.
         failures = [result for result in results if isinstance(result, BaseException)]
+        # A rank that died explains what the others say of it.
         for failure in sorted(failures, key=lambda failure: not isinstance(failure, ActorDiedError)):
             raise failure
-        metrics: dict[str, float] = results[0]
-        return metrics
+        return cast(dict[str, float], results[0])
 
     async def _replace(self) -> None:
         self.stop()

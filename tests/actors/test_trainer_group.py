@@ -1,6 +1,7 @@
 """The trainer behind Ray: one rank or several, killed or not, the same weights."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 
@@ -72,6 +73,9 @@ async def test_two_ranks_give_the_gradient_of_one(tiny, tmp_path, batches):
         for step, groups in enumerate(batches):
             metrics = await group.train(request(step, groups), lambda _: None)
         assert metrics["num_groups_trainable"] > 0
+        imitate = dataclasses.replace(request(2, batches[0]), supervised=True)
+        supervised = await group.train(imitate, lambda _: None)
+        assert supervised["num_trajectories_trained"] == sum(map(len, batches[0]))
     finally:
         group.stop()
     alone = await asyncio.to_thread(undisturbed, tiny, tmp_path / "one", batches)
