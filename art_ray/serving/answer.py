@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from art_ray.serving.labels import StreamLabels, label_answer
 from art_ray.serving.recording import StreamedAnswer
 
 __all__ = ["Labelling"]
+
+logger = logging.getLogger(__name__)
 
 
 class Labelling:
@@ -103,7 +106,11 @@ class Labelling:
             return event  # an error that the engine reports inside the stream
         chunk = self._stream.label(chunk)
         if self._record is not None:
-            self._streamed.add(chunk)
+            try:
+                self._streamed.add(chunk)
+            except Exception as error:  # the client gets its stream, whatever the recording makes of it
+                logger.warning("a streamed answer cannot be recorded: %s: %s", type(error).__name__, error)
+                self._record = None
         return b"data: " + json.dumps(chunk, ensure_ascii=False).encode()
 
 

@@ -87,8 +87,9 @@ class ServingConfig(FrozenConfig):
     """GiB of memory for the key-value cache. None: 1 GiB on CPU; on GPU, what `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = pydantic.Field(default=0.85, gt=0, le=1)
     """Share of a GPU's memory that the engine may take, weights included. Without effect on CPU."""
-    compile: bool = False
-    """Whether the engine compiles the model (and captures graphs on GPU): faster sampling after a longer start."""
+    compile: bool | None = None
+    """Whether the engine compiles the model (and captures graphs on GPU): faster sampling after a longer start. None:
+    on GPU, but not on CPU."""
     cpu_cores: str | None = pydantic.Field(
         default=None, pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*(\|\d+(-\d+)?(,\d+(-\d+)?)*)*$"
     )
@@ -100,8 +101,9 @@ class ServingConfig(FrozenConfig):
     """Seconds that loading a version may take, waiting for a place or for running requests included."""
     request_timeout_s: float = pydantic.Field(default=1800.0, gt=0)
     """Seconds after which a request that has not ended is cut off with status 504."""
-    pin_ttl_s: float = pydantic.Field(default=3600.0, gt=0)
-    """Seconds for which a named lease keeps its version after it was last used."""
+    pin_ttl_s: float = pydantic.Field(default=240.0, gt=0)
+    """Seconds for which a trajectory or another named holder keeps its version after it last used it. Shorter than
+    `load_timeout_s`, so that a client that died cannot hold up a new version."""
     max_body_mib: float = pydantic.Field(default=32.0, gt=0)
     """Largest request body, in MiB; a larger one is answered with status 413."""
     show_engine_log: bool = False

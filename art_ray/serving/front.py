@@ -110,7 +110,7 @@ class Front:
         self._on_left = on_left
         self._refused_fields = refused_fields
         self._pins = pins
-        self._recorder = recorder or Recorder(ttl_s=limits.pin_ttl_s)
+        self._recorder = recorder or Recorder()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one connection, as ASGI has it."""

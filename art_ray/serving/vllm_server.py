@@ -246,7 +246,7 @@ class VLLMServer:
             "tensor_parallel_size": serving.tensor_parallel,
             "max_num_seqs": serving.max_num_seqs,
             "gpu_memory_utilization": serving.gpu_memory_utilization,
-            "enforce_eager": not serving.compile,
+            "enforce_eager": not (self.device != "cpu" if serving.compile is None else serving.compile),
             "generation_config": "vllm",
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,

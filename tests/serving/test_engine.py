@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from art_ray.errors import ServingError
 from art_ray.serving.adapter import AdapterVersion
@@ -137,16 +138,14 @@ async def test_a_streaming_client_gets_everything_that_training_needs(replica: R
     assert error_from(replica, sampling, 1) < EXACT
 
 
-async def test_openais_own_stream_reader_returns_a_trainable_choice(replica: Replica, client: openai.AsyncOpenAI):
+async def test_a_stream_read_by_openais_own_accumulator_is_a_trainable_choice(
+    replica: Replica, client: openai.AsyncOpenAI
+):
     await replica.load(1)
-    async with client.chat.completions.stream(
-        model="policy",
-        messages=QUESTION,  # type: ignore[arg-type]
-        max_tokens=8,
-        extra_body={"ignore_eos": True},
-    ) as stream:
-        answer = await stream.get_final_completion()
-    sampling = sampling_of(answer.choices[0])
+    state = ChatCompletionStreamState()
+    async for chunk in await ask(client, stream=True):
+        state.handle_chunk(chunk)
+    sampling = sampling_of(state.get_final_completion().choices[0])
     assert len(sampling.token_ids) == 8
     assert error_from(replica, sampling, 1) < EXACT
 

@@ -415,3 +415,10 @@ async def test_an_error_is_not_recorded(house: House):
     house.app.status, house.app.answer = 400, {"error": {"message": "too long"}}
     await house.client.post(f"/trajectories/t1{CHAT}", json={"model": "policy", "messages": []})
     assert (await house.client.get("/v1/trajectories/t1")).status_code == 404
+
+
+async def test_a_stream_that_cannot_be_recorded_still_reaches_its_client(house: House):
+    house.app.events = [b'data: {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 5}]}}]}\n\n'] * 2
+    response = await house.client.post(f"/trajectories/t1{CHAT}", json={"model": "policy", "stream": True})
+    assert response.status_code == 200
+    assert response.text.count("data: {") == 2
