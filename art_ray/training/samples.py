@@ -92,7 +92,7 @@ def samples_of(
         turns = _turns_of(history, render, is_sampling_exact)
         if isinstance(turns, Refusal):
             return turns
-        samples += joined(turns)
+        samples += [sample for sample in joined(turns) if sample.num_trained]
     if not samples:
         return Refusal(Outcome.NO_LOGPROBS, "no answer in it carries sampled token ids")
     longest = max(map(len, samples))

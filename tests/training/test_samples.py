@@ -80,6 +80,15 @@ def test_an_empty_answer_adds_nothing():
     assert sequences(Trajectory([choice([1], []), choice([1, 2], [3])])) == [([1, 2, 3], [2])]
 
 
+def test_a_first_token_that_nothing_precedes_is_context():
+    assert sequences(Trajectory([choice([], [5, 6])])) == [([5, 6], [1])]
+
+
+@pytest.mark.parametrize("answer", [choice([1, 2], []), choice([], [5])])
+def test_a_conversation_in_which_nothing_was_sampled_after_something_is_refused(answer):
+    assert refusal(Trajectory([answer])).outcome is Outcome.NO_LOGPROBS
+
+
 def test_a_choice_without_token_ids_refuses_the_trajectory_rather_than_train_the_rest():
     without = choice([1, 2, 3], [4])
     del without.__pydantic_extra__["token_ids"]  # type: ignore[attr-defined]
