@@ -23,8 +23,9 @@ NAME = "art_ray_tree"
 
 
 _BLOCK_TOKENS = 128
-"""Queries of one block on a CPU. Measured on 2 cores (2026-12-01, heads of 64): from 64 to 256 there is no difference
-beyond noise; whole rows cost 2 to 4 times as much, most of it for pairs that do not see each other."""
+"""Queries of one block on a CPU. Measured on 2 cores (2026-12-01), SmolLM2-135M in float32, a row of 636 tokens in 4
+trees: forward and backward of a layer take 18 ms with one mask over the row, 4.6 ms in blocks of 128. Other sizes were
+not compared."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,11 @@ def test_an_empty_answer_adds_nothing():
     assert sequences(Trajectory([choice([1], []), choice([1, 2], [3])])) == [([1, 2, 3], [2])]
 
 
+def test_an_empty_answer_to_another_prompt_does_not_end_the_sequence():
+    turns = [choice([1, 2], [3]), choice([9], []), choice([1, 2, 3, 4], [5])]
+    assert sequences(Trajectory(turns)) == [([1, 2, 3, 4, 5], [2, 4])]
+
+
 def test_a_first_token_that_nothing_precedes_is_context():
     assert sequences(Trajectory([choice([], [5, 6])])) == [([5, 6], [1])]
 
