@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -85,39 +86,23 @@ class History:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yields each line as a dict, in order."""
-        yield from self._parsed(None)
+        for rows in self._parsed(None):
+            yield from rows
 
     def column(self, metric: str) -> Iterator[tuple[int, float]]:
         """Yields (step, value) for each line that has a finite value of `metric`, in order."""
-        for row in self._parsed(metric):
-            value, step = row.get(metric), row.get("step")
-            if isinstance(value, (int, float)) and isinstance(step, (int, float)):
-                number = _finite(value)
-                if number is not None and math.isfinite(step):
-                    yield int(step), number
+        for rows in self._parsed(metric):
+            yield from _finite_pairs(rows, metric)
 
     def step_means(self, metric: str) -> StepMeans:
         """Returns the mean of `metric` at each step that has a finite value of it.
 
-        Memory: 24 bytes per distinct step, whatever the number of lines.
+        Memory: some 50 bytes per distinct step, whatever the number of lines.
         """
-        steps, sums, counts = np.empty(0, np.int64), np.empty(0), np.empty(0)
-        batch: list[tuple[int, float]] = []
-
-        def merged() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            fresh_steps = np.fromiter((step for step, _ in batch), np.int64, len(batch))
-            fresh_values = np.fromiter((value for _, value in batch), np.float64, len(batch))
-            unique, where = np.unique(np.concatenate([steps, fresh_steps]), return_inverse=True)
-            weights = np.concatenate([sums, fresh_values]), np.concatenate([counts, np.ones(len(batch))])
-            return unique, *(np.bincount(where, weight, len(unique)) for weight in weights)  # type: ignore[return-value]
-
-        for pair in self.column(metric):
-            batch.append(pair)
-            if len(batch) >= 100_000:
-                steps, sums, counts = merged()
-                batch.clear()
-        steps, sums, counts = merged()
-        return StepMeans(steps, sums / counts)
+        found = _Sums()
+        for rows in self._parsed(metric):
+            found.add(*_arrays(rows, metric))
+        return found.means()
 
     def best_step(self, metric: str, mode: Literal["max", "min"] = "max") -> int | None:
         """Returns the step with the best mean of `metric`; a tie goes to the higher step.
@@ -174,8 +159,8 @@ class History:
                 yield chunk, from_byte
                 from_byte += len(chunk)
 
-    def _parsed(self, needed: str | None) -> Iterator[dict[str, Any]]:
-        """Yields lines as dicts; with `needed`, perhaps only those lines that have this key."""
+    def _parsed(self, needed: str | None) -> Iterator[list[dict[str, Any]]]:
+        """Yields lines as dicts, many at a time; with `needed`, perhaps only those lines that have this key."""
         key = json.dumps(needed)[1:-1].encode() if needed is not None else b""
         skipped = 0
         for chunk, _ in self._chunks():
@@ -186,10 +171,43 @@ class History:
             if rows is None:
                 rows = [row for line in lines if (row := _row(line)) is not None]
             skipped += len(lines) - len(rows)
-            yield from rows
+            yield rows
         if skipped:
             logger.warning("%s: skipped %d line(s) that are no JSON object (torn by a crash?)", self.path, skipped)
         self.num_skipped = skipped
+
+
+class _Sums:
+    """Sums and counts of values by step, of any number of values in any order of steps."""
+
+    MERGED_AT_ONCE = 100_000
+
+    def __init__(self) -> None:
+        self._steps: np.ndarray = np.empty(0, np.int64)
+        self._sums: np.ndarray = np.empty(0)
+        self._counts: np.ndarray = np.empty(0)
+        self._pending: list[tuple[np.ndarray, np.ndarray]] = []
+        self._num_pending = 0
+
+    def add(self, steps: np.ndarray, values: np.ndarray) -> None:
+        """Takes values [N] and their steps [N]."""
+        self._pending.append((steps, values))
+        self._num_pending += len(steps)
+        # As much as there is: each merge sorts everything, and so happens ever more seldom.
+        if self._num_pending > max(self.MERGED_AT_ONCE, len(self._steps)):
+            self._merge()
+
+    def means(self) -> StepMeans:
+        self._merge()
+        return StepMeans(self._steps, self._sums / self._counts)
+
+    def _merge(self) -> None:
+        steps, where = np.unique(np.concatenate([self._steps, *(s for s, _ in self._pending)]), return_inverse=True)
+        sums = np.concatenate([self._sums, *(values for _, values in self._pending)])
+        counts = np.concatenate([self._counts, np.ones(self._num_pending)])
+        self._steps = steps
+        self._sums, self._counts = (np.bincount(where, weights, len(steps)) for weights in (sums, counts))
+        self._pending, self._num_pending = [], 0
 
 
 def _rows_at_once(lines: list[bytes]) -> list[dict[str, Any]] | None:
@@ -200,6 +218,28 @@ def _rows_at_once(lines: list[bytes]) -> list[dict[str, Any]] | None:
         return None
     # Two objects on one line, or a line that is no object, would be counted wrongly here.
     return rows if len(rows) == len(lines) and all(type(row) is dict for row in rows) else None
+
+
+def _arrays(rows: list[dict[str, Any]], metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns steps and values of the rows that have a finite value of `metric`."""
+    found = [(row["step"], row[metric]) for row in rows if metric in row and "step" in row]
+    steps, values = [step for step, _ in found], [value for _, value in found]
+    if set(map(type, steps)) <= {int} and set(map(type, values)) <= {float, int}:  # as our own lines have them
+        with contextlib.suppress(OverflowError):  # an integer that no column can hold
+            numbers = np.asarray(values, np.float64)
+            finite = np.isfinite(numbers)
+            return np.asarray(steps, np.int64)[finite], numbers[finite]
+    pairs = list(_finite_pairs(rows, metric))
+    return np.asarray([step for step, _ in pairs], np.int64), np.asarray([value for _, value in pairs], np.float64)
+
+
+def _finite_pairs(rows: list[dict[str, Any]], metric: str) -> Iterator[tuple[int, float]]:
+    for row in rows:
+        value, step = row.get(metric), row.get("step")
+        if isinstance(value, (int, float)) and isinstance(step, (int, float)):
+            number = _finite(value)
+            if number is not None and math.isfinite(step) and abs(step) < 2**63:
+                yield int(step), number
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

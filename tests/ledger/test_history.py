@@ -41,6 +41,25 @@ def test_a_late_evaluation_of_an_early_step_counts_for_that_step(history):
     assert history.best_step("val/reward") == 3, "a tie goes to the higher step"
 
 
+@pytest.mark.parametrize("merged_at_once", [1, 7, 10**6])
+def test_means_are_the_same_however_the_lines_come(history, monkeypatch, merged_at_once):
+    monkeypatch.setattr("art_ray.ledger.history.CHUNK_BYTES", 200)
+    monkeypatch.setattr("art_ray.ledger.history._Sums.MERGED_AT_ONCE", merged_at_once)
+    rng = random.Random(0)
+    pairs = [(rng.randrange(40), rng.choice([rng.random(), 1, 10**30])) for _ in range(500)]
+    write(
+        history,
+        *[{"m": value, "step": step} for step, value in pairs],
+        {"m": 10**400, "step": 1},
+        {"m": 1, "step": 10**30},
+    )
+    found = history.step_means("m")
+    assert found.steps.tolist() == sorted({step for step, _ in pairs})
+    for step, mean in zip(found.steps, found.means, strict=True):
+        values = [value for at, value in pairs if at == step]
+        assert mean == pytest.approx(sum(values) / len(values))
+
+
 def test_a_tie_is_not_decided_by_the_rounding_of_a_sum(history):
     write(history, *[{"val/reward": 0.1, "step": 1}] * 3, {"val/reward": 0.1, "step": 2})
     assert history.best_step("val/reward") == 2
