@@ -18,7 +18,7 @@ from art_ray.training import checkpoint
 from art_ray.training.config import TrainerConfig, TrainerSpec
 from art_ray.training.samples import TrainingSample, samples_of
 from art_ray.training.trainer import Trainer
-from art_ray.trajectories import Sampling
+from art_ray.trajectories import Choice, Sampling
 from tests.end_to_end.conftest import QUESTIONS, Run, gather, make_backend, make_model, rollout
 
 TOLERANCE = 1e-4
@@ -70,6 +70,30 @@ async def test_a_published_version_answers_with_its_own_weights(run, tmp_path):
     old = await asyncio.to_thread(trainer_at, run, 1, tmp_path / "old")
     assert largest_difference(new, of) < TOLERANCE
     assert largest_difference(old, of) > 100 * TOLERANCE
+
+
+async def test_several_turns_with_a_tool_are_trained_on_their_exact_tokens(run, tmp_path):
+    weather = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    trajectory = art_ray.Trajectory([{"role": "user", "content": "What is the weather?"}], tools=[weather])
+    for result in ('{"sky": "clear"}', '{"wind": "none"}', None):
+        response = await run.model.openai_client().chat.completions.create(
+            model=run.model.get_inference_name(step=2),
+            messages=trajectory.messages(),
+            tools=trajectory.tools,
+            tool_choice="none",
+            temperature=0.7,
+            max_tokens=12,
+        )
+        trajectory.messages_and_choices.append(response.choices[0])
+        if result is not None:
+            trajectory.messages_and_choices.append({"role": "tool", "tool_call_id": "call", "content": result})
+    of = samples_of(trajectory, 4096)
+    assert isinstance(of, list), of
+    sampled = [Sampling.of(item) for item in trajectory.messages_and_choices if isinstance(item, Choice)]
+    assert sum(sample.num_trained for sample in of) == sum(len(s.token_ids) for s in sampled)
+    assert {s.temperature for s in sampled} == {0.7}
+    trainer = await asyncio.to_thread(trainer_at, run, 2, tmp_path)
+    assert largest_difference(trainer, of) < TOLERANCE
 
 
 async def test_the_response_names_the_version_and_a_pinned_name_reaches_it(run):
