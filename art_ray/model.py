@@ -6,6 +6,7 @@ backend, and knows neither's kind.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -165,7 +166,7 @@ class Model(pydantic.BaseModel):
         return History(model_dir(self.base_path, self.project, self.name) / "history.jsonl")
 
     def _remembering(self) -> LedgerPort:
-        if self._ledger is None:
+        if self._ledger is None or self._ledger.is_closed:
             self._ledger = InProcessLedger(self._ledger_config())
         return self._ledger
 
@@ -194,6 +195,8 @@ class TrainableModel(Model):
 
     _internal_config: dict[str, Any] | None = pydantic.PrivateAttr(default=None)
     _unfinished: _UnfinishedTrain | None = pydantic.PrivateAttr(default=None)
+    _learning: asyncio.Lock = pydantic.PrivateAttr(default_factory=asyncio.Lock)
+    """Held by the call that takes a step: two at once would both start from the same one."""
 
     def __init__(self, *, _internal_config: Mapping[str, Any] | None = None, **values: Any) -> None:
         super().__init__(**values)
@@ -251,15 +254,24 @@ class TrainableModel(Model):
             ConfigError: an option that does not exist or cannot work.
             TrainingError, ActorError, DeadlineError: the step could not be taken.
         """
-        backend, ledger = self.backend(), self._remembering()
+        self.backend()
         config = (config or TrainConfig()).updated(_config or {})
-        call = await self._logged(as_groups(groups, ledger.is_reference), "train")
+        async with self._learning:
+            return await self._train(
+                as_groups(groups, self._remembering().is_reference), config, _config or {}, verbose
+            )
+
+    async def _train(
+        self, groups: list[Any], config: TrainConfig, dev_config: Mapping[str, Any], verbose: bool
+    ) -> TrainResult:
+        ledger = self._remembering()
+        call = await self._logged(groups, "train")
         frontend_metrics: dict[str, float] = {}
         if config.scale_learning_rate_by_reward_std_dev:
             multiplier = await ledger.learning_rate_multiplier()
             config = config.updated({"learning_rate": config.learning_rate * multiplier})
             frontend_metrics["learning_rate_multiplier"] = multiplier
-        collected = [m async for m in backend._train_model(self, call.shared, config, _config or {})]
+        collected = [m async for m in self.backend()._train_model(self, call.shared, config, dev_config)]
         return await self._finished(call, {**_means(collected), **frontend_metrics}, verbose)
 
     async def sft(
@@ -274,10 +286,11 @@ class TrainableModel(Model):
         learning rate, `warmup_steps`, `optimizer_steps_per_train` and `max_grad_norm` play a part. The trajectories and
         the metrics are logged as split `sft`; repetition and errors are those of `train`.
         """
-        backend, ledger = self.backend(), self._remembering()
-        call = await self._logged(as_groups(trajectories, ledger.is_reference), "sft")
-        collected = [m async for m in backend._sft_model(self, call.shared, config or TrainConfig())]
-        return await self._finished(call, _means(collected), verbose)
+        backend = self.backend()
+        async with self._learning:
+            call = await self._logged(as_groups(trajectories, self._remembering().is_reference), "sft")
+            collected = [m async for m in backend._sft_model(self, call.shared, config or TrainConfig())]
+            return await self._finished(call, _means(collected), verbose)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
         """Deletes every checkpoint but the latest, the best by `best_checkpoint_metric`, and those being served.

@@ -17,7 +17,7 @@ import ray
 from art_ray.actors import calls
 from art_ray.actors.deadlines import Deadlines
 from art_ray.actors.model_actor import ActorLedger
-from art_ray.actors.placement import Placed, require, with_gpus
+from art_ray.actors.placement import Placed, placed, require, with_gpus
 from art_ray.actors.trainer_actor import TrainRequest
 from art_ray.actors.trainer_group import TrainerGroup
 from art_ray.actors.vllm_actor import VLLMActor
@@ -90,7 +90,7 @@ class RayBackend:
         self._guard: Guard | None = None
         self._registered_exit = False
         self._models: dict[tuple[str, str], _Running] = {}
-        self._ledgers: list[ActorLedger] = []
+        self._ledgers: dict[tuple[str, str], ActorLedger] = {}
         self._starting = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -102,7 +102,7 @@ class RayBackend:
     async def close(self) -> None:
         """Ends the actors of this backend, and the Ray instance if it is its own. Committed steps stay."""
         models, self._models = list(self._models.values()), {}
-        ledgers, self._ledgers = self._ledgers, []
+        ledgers, self._ledgers = list(self._ledgers.values()), {}
         for running in models:
             await self._stop(running)
         for ledger in ledgers:
@@ -119,10 +119,11 @@ class RayBackend:
     async def _open_ledger(self, model: Model) -> ActorLedger:
         """Returns the ledger of `model` as an actor on this node."""
         self._connect()
-        config = model._ledger_config()
-        here = config.updated({"base_path": _absolute(config.base_path)})
-        ledger = ActorLedger(here, timeout_s=self._deadlines.ledger_s)
-        self._ledgers.append(ledger)
+        ledger = self._ledgers.get(_key(model))
+        if ledger is None or ledger.is_closed:
+            config = model._ledger_config()
+            here = config.updated({"base_path": _absolute(config.base_path)})
+            ledger = self._ledgers[_key(model)] = ActorLedger(here, timeout_s=self._deadlines.ledger_s)
         return ledger
 
     async def _prepare_backend_for_training(self, model: TrainableModel) -> tuple[str, str]:
@@ -227,10 +228,8 @@ class RayBackend:
             serving=serving,
             seed=secrets.randbits(31),
         )
-        actor = VLLMActor.options(  # type: ignore[attr-defined]
-            name=f"vllm:{name}:0", num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0)
-        )
-        replica = Placed(actor.remote(engine_spec), f"vllm:{name}:0")
+        gpus = resources.get("GPU", 0)
+        replica = placed(VLLMActor, f"vllm:{name}:0", engine_spec, num_cpus=resources["CPU"], num_gpus=gpus)
         running.replicas.append(replica)
         starting = replica.wait("start", "the first answer of the engine", self._deadlines.start_s)
         async with elapsed(f"starting trainer and engine of {name}"):

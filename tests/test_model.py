@@ -1,5 +1,6 @@
 """The frontend alone: what the model remembers and computes, with a stub where a backend would train."""
 
+import asyncio
 import copy
 import json
 import math
@@ -181,6 +182,14 @@ async def test_the_same_call_again_after_a_failure_has_the_effect_of_one(registe
     # The next call, with the same groups even, is a call of its own.
     backend.step = 1
     assert (await model.train(groups)).step == 2
+
+
+async def test_two_train_calls_at_once_take_two_steps_one_after_the_other(registered, tmp_path):
+    model, backend = registered
+    results = await asyncio.gather(model.train([group(0.0, 1.0)]), model.train([group(0.0, 3.0)]))
+    assert [result.step for result in results] == [1, 2]
+    assert [len(groups) for groups, _ in backend.seen] == [1, 1]
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 1, 2]
 
 
 async def test_loose_trajectories_repeated_after_a_failure_are_the_same_call(registered, tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from art_ray.actors import calls
-from art_ray.actors.placement import Placed, driver_node
+from art_ray.actors.placement import Placed, driver_node, placed
 from art_ray.ledger.ledger import Ledger, LedgerConfig, LogReceipt
 from art_ray.trajectories import TrajectoryGroup
 
@@ -95,6 +95,7 @@ class ActorLedger:
         self._config = config
         self._timeout_s = timeout_s
         self._actor: Placed | None = None
+        self.is_closed = False
 
     def is_reference(self, item: object) -> bool:
         """Returns whether `item` is a Ray object reference."""
@@ -131,7 +132,8 @@ class ActorLedger:
         return await self._answer("steps_to_keep", ref, f"the best step by {metric}")
 
     async def close(self, timeout_s: float) -> None:
-        """Drains the reporters, then ends the actor; a later call starts it again."""
+        """Drains the reporters, then ends the actor, for good."""
+        self.is_closed = True
         if self._actor is None:
             return
         actor, self._actor = self._actor, None
@@ -143,11 +145,14 @@ class ActorLedger:
 
     def _placed(self) -> Placed:
         if self._actor is None:
-            name = f"model:{self._config.project}/{self._config.name}"
-            handle = ModelActor.options(name=name, scheduling_strategy=driver_node()).remote(  # type: ignore[attr-defined]
-                self._config, Environment.of_driver()
+            self._actor = placed(
+                ModelActor,
+                f"model:{self._config.project}/{self._config.name}",
+                self._config,
+                Environment.of_driver(),
+                node=ray.util.get_node_ip_address(),
+                scheduling_strategy=driver_node(),
             )
-            self._actor = Placed(handle, name, ray.util.get_node_ip_address())
         return self._actor
 
     async def _answer(self, method: str, ref: Any, waiting_for: str) -> Any:

@@ -10,9 +10,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from art_ray.actors.calls import Wait
-from art_ray.errors import ResourcesError
+from art_ray.errors import ConfigError, ResourcesError
 
-__all__ = ["Placed", "driver_node", "require", "with_gpus"]
+__all__ = ["Placed", "driver_node", "placed", "require", "with_gpus"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,30 @@ def driver_node() -> NodeAffinitySchedulingStrategy:
 def with_gpus() -> bool:
     """Returns whether any node of the cluster has a GPU."""
     return ray.cluster_resources().get("GPU", 0) > 0
+
+
+def placed(actor: Any, name: str, *arguments: Any, node: str = "?", **options: Any) -> Placed:
+    """Creates a named actor of this job.
+
+    Args:
+        actor: the actor's class, as `ray.remote` made it.
+        name: unique among the job's living actors; the Ray dashboard shows it.
+        arguments: of its constructor.
+        node: where it will run, if that is known.
+        options: of Ray, such as `num_cpus`.
+
+    Raises:
+        ConfigError: an actor of that name lives: the same model is registered with another backend of this job.
+    """
+    try:
+        return Placed(actor.options(name=name, **options).remote(*arguments), name, node)
+    except ValueError as error:
+        if "already taken" not in str(error):
+            raise
+        raise ConfigError(
+            f"there is an actor {name!r} already: the model is registered with another backend of this process. "
+            "Use that backend, close it first, or give the model another name"
+        ) from error
 
 
 def require(asked: Mapping[str, Mapping[str, float]]) -> None:

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from art_ray.actors import calls
 from art_ray.actors.deadlines import Deadlines
-from art_ray.actors.placement import Placed
+from art_ray.actors.placement import Placed, placed
 from art_ray.actors.trainer_actor import TrainerActor, TrainRequest
 from art_ray.errors import ActorDiedError, ArtRayError, ResourcesError
 from art_ray.training.config import RankSettings, TrainerSpec
@@ -67,7 +67,7 @@ class TrainerGroup:
             name = self._name if rank == 0 else f"{self._name}:{rank}"
             if self._together is not None:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._together, rank)
-            self._ranks.append(Placed(TrainerActor.options(name=name, **options).remote(self._spec), name))  # type: ignore[attr-defined]
+            self._ranks.append(placed(TrainerActor, name, self._spec, **options))
         first = self._ranks[0]
         wait = first.wait("check", f"a look at the base model {self._spec.base_model!r}", self._deadlines.check_s)
         node = await calls.answer(first.handle.check.remote(), wait)

@@ -17,6 +17,9 @@ T = TypeVar("T")
 class LedgerPort(Protocol):
     """What a model asks of its ledger. Nothing here blocks the caller's event loop."""
 
+    is_closed: bool
+    """Whether this way to the ledger is gone, so that another must be taken."""
+
     def is_reference(self, item: object) -> bool:
         """Returns whether `item` stands for a trajectory group that lies elsewhere."""
         ...
@@ -54,6 +57,7 @@ class InProcessLedger:
     """A ledger in this process, on a thread of its own: calls are carried out in order, off the event loop."""
 
     def __init__(self, config: LedgerConfig) -> None:
+        self.is_closed = False
         self._ledger = Ledger(config)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"ledger-{config.name}")
 
@@ -89,6 +93,7 @@ class InProcessLedger:
 
     async def close(self, timeout_s: float) -> None:
         """See `LedgerPort.close`."""
+        self.is_closed = True
         await self._run(lambda: self._ledger.close(timeout_s))
         self._thread.shutdown(wait=False)
 

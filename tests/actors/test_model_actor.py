@@ -9,7 +9,7 @@ import ray
 
 import art_ray
 from art_ray.actors.model_actor import ActorLedger, Environment
-from art_ray.errors import ActorError, LedgerWriteError
+from art_ray.errors import ActorError, ConfigError, LedgerWriteError
 from art_ray.ledger import read_trajectory_groups_parquet
 from art_ray.ledger.ledger import LedgerConfig
 
@@ -72,6 +72,34 @@ async def test_a_group_that_is_no_group_is_an_error_and_writes_nothing(ledger, t
     with pytest.raises((ActorError, TypeError)):
         await log(ledger, [ray.put("no group")])
     assert not (tmp_path / "p/models/m/history.jsonl").exists()
+
+
+async def test_a_model_logs_on_in_its_own_process_once_its_backend_is_closed(tmp_path):
+    model = art_ray.Model(name="m", project="p", base_path=str(tmp_path), report_metrics=[])
+    backend = art_ray.RayBackend()
+    for _ in range(2):  # registering again changes nothing
+        await model.register(backend)
+        await model.log([group(1.0)])
+    await backend.close()
+    await model.log([group(2.0)])
+    assert [line["val/reward"] for line in history(tmp_path)] == [1.0, 1.0, 2.0]
+    assert ray.is_initialized()
+    await model.close()
+
+
+async def test_a_model_of_two_backends_in_one_process_is_refused(tmp_path):
+    first, second = art_ray.RayBackend(), art_ray.RayBackend()
+    try:
+        for backend in (first, second):
+            model = art_ray.Model(name="twice", project="p", base_path=str(tmp_path), report_metrics=[])
+            await model.register(backend)
+            if backend is first:
+                await model.log([group(1.0)])
+        with pytest.raises(ConfigError, match="another backend"):
+            await model.log([group(1.0)])
+    finally:
+        await first.close()
+        await second.close()
 
 
 def test_what_reporters_read_from_the_environment_travels_and_is_not_shown(monkeypatch):
