@@ -422,3 +422,23 @@ async def test_a_stream_that_cannot_be_recorded_still_reaches_its_client(house: 
     response = await house.client.post(f"/trajectories/t1{CHAT}", json={"model": "policy", "stream": True})
     assert response.status_code == 200
     assert response.text.count("data: {") == 2
+
+
+async def test_two_keys_are_no_key(house: House):
+    headers = [(b"authorization", b"Bearer secret"), (b"authorization", b"Bearer wrong")]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(house.front), base_url="http://front") as client:
+        assert (await client.get("/v1/models", headers=headers)).status_code == 401
+
+
+async def test_a_body_that_is_announced_too_large_is_not_even_read(house: House):
+    async def receive() -> Any:
+        raise AssertionError("the body was read")
+
+    sent = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", b"Bearer secret"), (b"content-length", b"10001")]
+    await house.front({"type": "http", "method": "POST", "path": CHAT, "headers": headers}, receive, send)
+    assert sent[0]["status"] == 413
