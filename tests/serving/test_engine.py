@@ -145,7 +145,7 @@ async def test_a_stream_read_by_openais_own_accumulator_is_a_trainable_choice(
     state = ChatCompletionStreamState()
     async for chunk in await ask(client, stream=True):
         state.handle_chunk(chunk)
-    sampling = sampling_of(state.get_final_completion().choices[0])
+    sampling = sampling_of(state.current_completion_snapshot.choices[0])
     assert len(sampling.token_ids) == 8
     assert error_from(replica, sampling, 1) < EXACT
 
