@@ -47,6 +47,9 @@ class _InPlace:
     @staticmethod
     def forward(module: Any, active_adapter: str, x: Tensor, result: Tensor, **unused: Any) -> Tensor:
         del unused
+        if result._is_view():
+            # As that of a layer with a bias: autograd would take the gradient of a changed view for that of its base.
+            result = result.clone()
         a, b = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
         output: Tensor = _AddLora.apply(x, result, a, b, module.scaling[active_adapter])
         return output
