@@ -65,8 +65,8 @@ class TrainerConfig(FrozenConfig):
     """How a trainer computes. Nothing here changes what is learned, but for `seed`, `weight_decay` and the betas."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the base model's weights and activations; adapter and optimizer are always float32. auto: bfloat16 where
-    matrix products in it have hardware of their own (CUDA, or a CPU with AMX), otherwise float32."""
+    """Of the base model's weights and activations; adapter and optimizer are always float32. auto: bfloat16 on CUDA; on
+    a CPU the type the base model is stored in, which is also what the engine samples in (float16 as bfloat16)."""
     max_tokens_per_row: int = pydantic.Field(default=8192, ge=2)
     """Unique tokens that one forward pass holds; also the longest sequence that can be trained."""
     gradient_checkpointing: bool = False

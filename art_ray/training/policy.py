@@ -22,7 +22,7 @@ from art_ray.training.packing import PackedRow, pack_row
 from art_ray.training.samples import TrainingSample
 from art_ray.trajectories import Message
 
-__all__ = ["ADAPTER_FILE", "Policy", "check_base_model", "has_fast_bfloat16"]
+__all__ = ["ADAPTER_FILE", "Policy", "check_base_model"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """The adapter's weights inside a checkpoint, as PEFT names them."""
@@ -45,7 +45,7 @@ class Policy:
         self.base_model = base_model
         self.config = config
         self.device = _device(config)
-        self.dtype = _dtype(config, self.device)
+        self.dtype = _dtype(config, self.device, base_model)
         causal_lm = _load(base_model, self.dtype)
         _check_layer_types(causal_lm, base_model)
         self._decoder = causal_lm.get_decoder()
@@ -246,11 +246,6 @@ def _forked_samples(vocabulary: int) -> list[TrainingSample]:
     ]
 
 
-def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether matrix products in bfloat16 have hardware of their own: a GPU's tensor cores, or AMX on a CPU."""
-    return device.type == "cuda" or torch.cpu._is_amx_tile_supported()
-
-
 def _device(config: TrainerConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("TrainerConfig: device='cuda', but torch sees no GPU; leave device at 'auto' or use 'cpu'")
@@ -259,10 +254,16 @@ def _device(config: TrainerConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def _dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
-    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+def _dtype(config: TrainerConfig, device: torch.device, base_model: str) -> torch.dtype:
+    if config.dtype != "auto":
+        return torch.float32 if config.dtype == "float32" else torch.bfloat16
+    if device.type == "cuda":
+        return torch.bfloat16
+    from transformers import AutoConfig
+
+    with _explained(base_model) as name:
+        stored = AutoConfig.from_pretrained(name).get_text_config().dtype
+    return torch.bfloat16 if stored in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def check_base_model(base_model: str, lora: LoraSettings) -> None:
