@@ -1,13 +1,17 @@
 """Benchmarks: `python -m tests.bench [name]`, or `make bench ONLY=name`.
 
 A benchmark is a function of a module `bench_*.py` here, registered under the name of its figure. It measures once and
-says what it found; the runner repeats it, prints the table and keeps the entry of `bench.json` up to date.
+says what it found; the runner repeats it, prints the table and keeps the entry of `bench.json` up to date. One that has
+to start something first is a generator: it yields one run after the other, and is closed after the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import operator
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 BENCHMARKS: dict[str, Benchmark] = {}
 
@@ -22,6 +26,11 @@ class Measured:
 
     ours: float
     theirs: float | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """What `theirs` ran with, where that is an environment of its own."""
+
+
+Measure = Callable[[], Measured] | Callable[[], Iterator[Measured]]
 
 
 @dataclass(frozen=True)
@@ -33,16 +42,22 @@ class Benchmark:
     runs: int
     packages: tuple[str, ...]
     """Distributions whose versions belong to the figure."""
-    measure: Callable[[], Measured]
+    measure: Measure
+    compare: Callable[[float, float], float] = operator.truediv
+    """Of ours and theirs of one run: the `ratio`."""
+    average: Callable[[Sequence[float]], float] = statistics.median
+    """Over the runs."""
+    is_warmed_up: bool = True
+    """Whether one run that does not count comes first."""
 
 
 def benchmark(
-    name: str, *, unit: str, runs: int = 5, packages: tuple[str, ...] = ()
-) -> Callable[[Callable[[], Measured]], Callable[[], Measured]]:
-    """Registers the decorated function as the benchmark `name`."""
+    name: str, *, unit: str, runs: int = 5, packages: tuple[str, ...] = (), **how: Any
+) -> Callable[[Measure], Measure]:
+    """Registers the decorated function as the benchmark `name`; `how` are further fields of `Benchmark`."""
 
-    def register(measure: Callable[[], Measured]) -> Callable[[], Measured]:
-        BENCHMARKS[name] = Benchmark(name, unit, runs, packages, measure)
+    def register(measure: Measure) -> Measure:
+        BENCHMARKS[name] = Benchmark(name, unit, runs, packages, measure, **how)
         return measure
 
     return register

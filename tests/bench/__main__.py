@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import inspect
+import itertools
 import json
 import os
 import pkgutil
 import platform
-import statistics
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import tests.bench
-from tests.bench import BENCHMARKS, Benchmark, CannotMeasureError
+from tests.bench import BENCHMARKS, Benchmark, CannotMeasureError, Measured
 
 RESULTS = Path("bench.json")
 
@@ -29,26 +31,40 @@ def machine() -> str:
     return f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
-def measured(benchmark: Benchmark) -> dict[str, Any]:
-    """Runs `benchmark` as often as it asks, after one run that does not count, and returns its entry.
+def runs_of(benchmark: Benchmark) -> list[Measured]:
+    """Runs `benchmark` as often as it asks, after one run that does not count unless it wants none."""
+    num_runs = benchmark.runs + benchmark.is_warmed_up
+    if inspect.isgeneratorfunction(benchmark.measure):
+        with contextlib.closing(benchmark.measure()) as runs:
+            found = list(itertools.islice(runs, num_runs))
+    else:
+        found = [benchmark.measure() for _ in range(num_runs)]
+    return found[benchmark.is_warmed_up :]
 
-    `ours` and `theirs` are medians; `ratio` is the median of ours / theirs within a run, and `spread` the distance
-    between the largest and the smallest of our figures.
+
+def measured(benchmark: Benchmark) -> dict[str, Any]:
+    """Returns the entry of `benchmark`.
+
+    `ours`, `theirs` and `ratio` are averages over the runs, medians unless the benchmark says otherwise; the ratio of a
+    run is ours / theirs unless it says otherwise; `spread` is the distance between the largest and the smallest of our
+    figures.
     """
-    benchmark.measure()
-    runs = [benchmark.measure() for _ in range(benchmark.runs)]
+    runs = runs_of(benchmark)
     ours = [run.ours for run in runs]
     theirs = [run.theirs for run in runs if run.theirs is not None]
-    ratios = [run.ours / run.theirs for run in runs if run.theirs]
+    ratios = [benchmark.compare(run.ours, run.theirs) for run in runs if run.theirs is not None]
+    versions = {name: version(name) for name in benchmark.packages}
+    for run in runs:
+        versions |= run.versions
     return {
-        "ours": statistics.median(ours),
-        "theirs": statistics.median(theirs) if theirs else None,
-        "ratio": statistics.median(ratios) if ratios else None,
+        "ours": benchmark.average(ours),
+        "theirs": benchmark.average(theirs) if theirs else None,
+        "ratio": benchmark.average(ratios) if ratios else None,
         "unit": benchmark.unit,
         "runs": len(runs),
         "spread": max(ours) - min(ours),
         "machine": machine(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in benchmark.packages}},
+        "versions": {"python": platform.python_version(), **versions},
     }
 
 
