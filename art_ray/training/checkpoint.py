@@ -8,7 +8,8 @@
     manifest.json                                     written last: format, step, base model, metrics, every file's hash
 
 A directory is written under a temporary name, flushed to disk, and renamed into place: who sees the name sees all of
-it. Nobody trusts a directory without a valid manifest, and nothing is unpickled.
+it. Nobody trusts a directory without a valid manifest, and nothing is unpickled. A directory of a newer format, by a
+newer version of this package, is refused with a `CheckpointError` wherever it is met: never passed over, never deleted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 import pydantic
 
-from art_ray.errors import CheckpointError
+from art_ray.errors import ArtRayError, CheckpointError
 
 __all__ = [
     "FORMAT_VERSION",
@@ -73,6 +74,8 @@ class Manifest(pydantic.BaseModel):
     """What the train call that made this step returned; empty at step 0."""
     config: dict[str, Any]
     """The train call's options and the trainer's settings, for people to read."""
+    request_id: str | None = None
+    """Of the train call that made this step, if it had one: the same call, repeated, is told from another."""
 
 
 def step_dir(checkpoints_dir: Path, step: int) -> Path:
@@ -84,6 +87,9 @@ def list_steps(checkpoints_dir: Path) -> list[int]:
     """Returns the steps of all complete checkpoints, in rising order; empty where there is no directory.
 
     Complete means: a valid manifest, and every file that it lists present with its size. `verify` reads the hashes too.
+
+    Raises:
+        CheckpointError: one of them is of a newer format.
     """
     try:
         names = os.listdir(checkpoints_dir)
@@ -95,7 +101,11 @@ def list_steps(checkpoints_dir: Path) -> list[int]:
 
 
 def newest_step(checkpoints_dir: Path) -> int | None:
-    """Returns the highest step with a complete checkpoint, or None."""
+    """Returns the highest step with a complete checkpoint, or None.
+
+    Raises:
+        CheckpointError: a step above it is of a newer format.
+    """
     try:
         names = os.listdir(checkpoints_dir)
     except (FileNotFoundError, NotADirectoryError):
@@ -107,10 +117,15 @@ def newest_step(checkpoints_dir: Path) -> int | None:
 
 
 def _is_complete(checkpoints_dir: Path, step: int) -> bool:
+    directory = step_dir(checkpoints_dir, step)
     try:
-        manifest = read_manifest(checkpoints_dir, step)
-        directory = step_dir(checkpoints_dir, step)
-        return all((directory / name).stat().st_size == entry.size_bytes for name, entry in manifest.files.items())
+        values = _read_values(directory, step)
+    except CheckpointError:
+        return False
+    _refuse_newer(directory, values)  # it may well be complete: nothing here can tell
+    try:
+        files = _validated(directory, step, values).files
+        return all((directory / name).stat().st_size == entry.size_bytes for name, entry in files.items())
     except (CheckpointError, OSError):
         return False
 
@@ -121,16 +136,32 @@ def read_manifest(checkpoints_dir: Path, step: int) -> Manifest:
     Raises:
         CheckpointError: there is none, it is torn, of another step, or of a newer format.
     """
-    path = step_dir(checkpoints_dir, step) / _MANIFEST
+    directory = step_dir(checkpoints_dir, step)
+    values = _read_values(directory, step)
+    _refuse_newer(directory, values)
+    return _validated(directory, step, values)
+
+
+def _read_values(directory: Path, step: int) -> Any:
+    path = directory / _MANIFEST
     try:
-        values = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"no checkpoint of step {step}: {path}: {error.strerror}") from None
     except ValueError as error:
         raise CheckpointError(f"the manifest of step {step} is torn: {path}: {error}") from None
+
+
+def _refuse_newer(directory: Path, values: Any) -> None:
     found = values.get("format_version") if isinstance(values, dict) else None
     if isinstance(found, int) and found > FORMAT_VERSION:
-        raise CheckpointError(f"{path} has format {found}; this version reads formats up to {FORMAT_VERSION}: upgrade")
+        raise CheckpointError(
+            f"{directory / _MANIFEST} has format {found}; this version reads formats up to {FORMAT_VERSION}: upgrade"
+        )
+
+
+def _validated(directory: Path, step: int, values: Any) -> Manifest:
+    path = directory / _MANIFEST
     try:
         manifest = Manifest.model_validate(values)
     except pydantic.ValidationError as error:
@@ -169,14 +200,16 @@ def commit(
     base_model: str,
     metrics: Mapping[str, float],
     config: Mapping[str, Any],
+    request_id: str | None = None,
 ) -> Manifest:
     """Makes the checkpoint of `step` from the files that `write` puts into the directory that it is given.
 
-    A complete checkpoint of that step stays as it is, and its manifest is returned. An incomplete directory of that
-    name (from another program: this function leaves none) is replaced.
+    A complete checkpoint of that step stays as it is, and its manifest is returned, whose `request_id` may be another.
+    An incomplete directory of that name (from another program: this function leaves none) is replaced.
 
     Raises:
-        CheckpointError: the disk is full, read-only, …; nothing is left under the step's name.
+        CheckpointError: the disk is full, read-only, …, or `write` failed; nothing is left under the step's name. Or
+            what lies there is of a newer format; it is left alone.
     """
     target = step_dir(checkpoints_dir, step)
     if _is_complete(checkpoints_dir, step):
@@ -195,6 +228,7 @@ def commit(
             files={path.relative_to(temporary).as_posix(): _entry(path) for path in files},
             metrics=dict(metrics),
             config=dict(config),
+            request_id=request_id,
         )
         (temporary / _MANIFEST).write_text(manifest.model_dump_json(indent=1))
         for path in [*files, temporary / _MANIFEST, temporary]:
@@ -203,8 +237,12 @@ def commit(
             shutil.rmtree(target)
         os.rename(temporary, target)
         _flush(Path(checkpoints_dir))
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {step} could not be written to {target}: {error}") from error
+    except ArtRayError:
+        raise
+    except Exception as error:  # not every library reports a full disk as an OSError: safetensors has its own
+        raise CheckpointError(
+            f"checkpoint {step} could not be written to {target}: {type(error).__name__}: {error}"
+        ) from error
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -212,7 +250,13 @@ def commit(
 
 
 def copy_as_step(
-    checkpoints_dir: Path, step: int, new_step: int, *, metrics: Mapping[str, float], config: Mapping[str, Any]
+    checkpoints_dir: Path,
+    step: int,
+    new_step: int,
+    *,
+    metrics: Mapping[str, float],
+    config: Mapping[str, Any],
+    request_id: str | None = None,
 ) -> Manifest:
     """Commits the files of `step` again as `new_step`, with metrics of its own: a step that learned nothing.
 
@@ -227,7 +271,15 @@ def copy_as_step(
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, directory / name)
 
-    return commit(checkpoints_dir, new_step, write, base_model=manifest.base_model, metrics=metrics, config=config)
+    return commit(
+        checkpoints_dir,
+        new_step,
+        write,
+        base_model=manifest.base_model,
+        metrics=metrics,
+        config=config,
+        request_id=request_id,
+    )
 
 
 def delete_all_but(checkpoints_dir: Path, steps_to_keep: Collection[int]) -> list[int]:
@@ -235,20 +287,27 @@ def delete_all_but(checkpoints_dir: Path, steps_to_keep: Collection[int]) -> lis
 
     A directory loses its name before its files, so that
     an interrupted deletion leaves no torn checkpoint.
+
+    Raises:
+        CheckpointError: one of them is of a newer format; nothing is deleted.
     """
     directory = Path(checkpoints_dir)
     if not directory.is_dir():
         return []
-    deleted = []
-    for path in sorted(directory.iterdir()):
-        if path.name.startswith(_TEMPORARY + "deleted-"):
-            shutil.rmtree(path, ignore_errors=True)
-        elif _STEP_NAME.fullmatch(path.name) and path.is_dir() and int(path.name) not in steps_to_keep:
-            doomed = directory / f"{_TEMPORARY}deleted-{path.name}-{os.getpid()}"
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-            deleted.append(int(path.name))
-    return deleted
+    doomed = {
+        int(path.name): path
+        for path in sorted(directory.iterdir())
+        if _STEP_NAME.fullmatch(path.name) and path.is_dir() and int(path.name) not in steps_to_keep
+    }
+    for step in doomed:
+        _is_complete(directory, step)  # refuses a newer format
+    for path in directory.glob(f"{_TEMPORARY}deleted-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in doomed.values():
+        nameless = directory / f"{_TEMPORARY}deleted-{path.name}-{os.getpid()}"
+        os.rename(path, nameless)
+        shutil.rmtree(nameless, ignore_errors=True)
+    return list(doomed)
 
 
 def sweep(checkpoints_dir: Path) -> None:

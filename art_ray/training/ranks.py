@@ -59,7 +59,10 @@ class Ranks:
             tensor.copy_(part.view_as(tensor))
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Does `work` on the first rank alone; returns its value, which pickles, or raises its error, on all."""
+        """Does `work` on the first rank alone; returns its value, which pickles, or raises its error, on all.
+
+        Among several ranks an error that is none of ours arrives as a `TrainingError`, which pickles.
+        """
         if self.world_size == 1:
             return work()
         box: list[T | ArtRayError | None] = [None]
@@ -68,6 +71,10 @@ class Ranks:
                 box = [work()]
             except ArtRayError as error:
                 box = [error]
+            except Exception as error:  # raised here alone, it would leave the others waiting
+                failure = TrainingError(f"rank 0 failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                box = [failure]
         self._meet("a broadcast", lambda: dist.broadcast_object_list(box, src=0, device=self._device))
         if isinstance(box[0], ArtRayError):
             raise box[0]

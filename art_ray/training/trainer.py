@@ -57,20 +57,28 @@ class Trainer:
     # ---- the algorithm ------------------------------------------------------------------------------------------
 
     def train(
-        self, groups: Sequence[TrajectoryGroup], config: TrainConfig, step: int, progress: Progress | None = None
+        self,
+        groups: Sequence[TrajectoryGroup],
+        config: TrainConfig,
+        step: int,
+        progress: Progress | None = None,
+        *,
+        request_id: str | None = None,
     ) -> dict[str, float]:
         """Trains from `step` to `step` + 1, commits that checkpoint, and returns the step's metrics.
 
-        A step that is already committed is not taken again: the metrics in its manifest are returned.
+        A step that is already committed is not taken again: the metrics in its manifest are returned, to the call
+        that took it and to one without a `request_id`.
 
         Args:
             groups: what was rolled out, in any order; the same on every rank.
             config: how to learn from it.
             step: the step of the policy to start from.
             progress: called after each row that this rank computed.
+            request_id: names this call, so that it can be repeated; written into the manifest.
 
         Raises:
-            TrainingError: `step` is ahead of the newest checkpoint.
+            TrainingError: `step` is ahead of the newest checkpoint, or was taken by a call of another `request_id`.
             CheckpointError: `step` + 1 was deleted, or the checkpoint cannot be written.
             NonFiniteError: loss or gradients were not finite three times in a row.
         """
@@ -78,7 +86,7 @@ class Trainer:
         if self._is_torn:
             self._resume()
         if step != self.step:
-            return self._committed(step)
+            return self._committed(step, request_id)
 
         work = collect(
             groups,
@@ -87,11 +95,17 @@ class Trainer:
             render=self._policy.render if config.allow_training_without_logprobs else None,
         )
         if not work.samples:
-            return self._advance_without_learning(work, config, started)
-        return self._learn(work, config, started, progress)
+            return self._advance_without_learning(work, config, started, request_id)
+        return self._learn(work, config, started, progress, request_id)
 
     def sft(
-        self, trajectories: Sequence[Trajectory], config: TrainConfig, step: int, progress: Progress | None = None
+        self,
+        trajectories: Sequence[Trajectory],
+        config: TrainConfig,
+        step: int,
+        progress: Progress | None = None,
+        *,
+        request_id: str | None = None,
     ) -> dict[str, float]:
         """Trains from `step` to `step` + 1 on the likelihood of the trajectories' answers, for a warm start.
 
@@ -103,11 +117,11 @@ class Trainer:
         if self._is_torn:
             self._resume()
         if step != self.step:
-            return self._committed(step)
+            return self._committed(step, request_id)
         work = collect_supervised(trajectories, self.spec.trainer.max_tokens_per_row, self._policy.render)
         if not work.samples:
-            return self._advance_without_learning(work, config, started)
-        return self._learn(work, config, started, progress, is_supervised=True)
+            return self._advance_without_learning(work, config, started, request_id)
+        return self._learn(work, config, started, progress, request_id, is_supervised=True)
 
     def _learn(
         self,
@@ -115,6 +129,7 @@ class Trainer:
         config: TrainConfig,
         started: float,
         progress: Progress | None,
+        request_id: str | None,
         *,
         is_supervised: bool = False,
     ) -> dict[str, float]:
@@ -133,7 +148,7 @@ class Trainer:
             "tokens_padding": float(sum(self._policy.padding(row) for batch in batches for row in batch.rows)),
             "seconds": time.monotonic() - started,
         }
-        metrics = self._commit(step + 1, metrics, config)
+        metrics = self._commit(step + 1, metrics, config, request_id)
         self.step, self._is_torn = step + 1, False
         return metrics
 
@@ -169,7 +184,9 @@ class Trainer:
             if part
         ]
 
-    def _advance_without_learning(self, work: StepSamples, config: TrainConfig, started: float) -> dict[str, float]:
+    def _advance_without_learning(
+        self, work: StepSamples, config: TrainConfig, started: float, request_id: str | None
+    ) -> dict[str, float]:
         """Commits the current checkpoint again as the next step, and says why."""
         reasons = {str(outcome): count for outcome, count in work.outcomes.items() if count}
         logger.warning(
@@ -182,15 +199,20 @@ class Trainer:
         metrics = _metrics(work, [], [], config) | {"seconds": time.monotonic() - started}
         manifest = self._ranks.on_first(
             lambda: checkpoint.copy_as_step(
-                self.spec.checkpoints_dir, self.step, self.step + 1, metrics=metrics, config=self._described(config)
+                self.spec.checkpoints_dir,
+                self.step,
+                self.step + 1,
+                metrics=metrics,
+                config=self._described(config),
+                request_id=request_id,
             )
         )
         self.step += 1
-        return dict(manifest.metrics)
+        return _metrics_for(manifest, request_id)
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
-    def _committed(self, step: int) -> dict[str, float]:
+    def _committed(self, step: int, request_id: str | None) -> dict[str, float]:
         """The metrics of a step that was taken before."""
         if step > self.step:
             raise TrainingError(
@@ -198,9 +220,11 @@ class Trainer:
                 f"{self.step}: train the steps between, or restore their checkpoints"
             )
         manifest = self._ranks.on_first(lambda: checkpoint.read_manifest(self.spec.checkpoints_dir, step + 1))
-        return dict(manifest.metrics)
+        return _metrics_for(manifest, request_id)
 
-    def _commit(self, step: int, metrics: dict[str, float], config: TrainConfig | None) -> dict[str, float]:
+    def _commit(
+        self, step: int, metrics: dict[str, float], config: TrainConfig | None, request_id: str | None
+    ) -> dict[str, float]:
         """Writes what is in memory as the checkpoint of `step`; returns the metrics in its manifest."""
 
         def write(directory: Path) -> None:
@@ -221,15 +245,16 @@ class Trainer:
                 base_model=self.spec.base_model,
                 metrics=metrics,
                 config=self._described(config),
+                request_id=request_id,
             )
         )
-        return dict(manifest.metrics)
+        return _metrics_for(manifest, request_id)
 
     def _resume(self) -> None:
         """Brings memory to the newest complete checkpoint; commits step 0 where there is none."""
         found = self._ranks.on_first(self._read_newest)
         if found is None:
-            self._commit(0, {}, None)
+            self._commit(0, {}, None, None)
             return
         self._policy.load_adapter(found.adapter)
         self._optimizer.load(found.optimizer, found.num_optimizer_steps, found.num_non_finite_in_a_row)
@@ -279,6 +304,16 @@ class _Saved:
     seed: int
     num_optimizer_steps: int
     num_non_finite_in_a_row: int
+
+
+def _metrics_for(manifest: checkpoint.Manifest, request_id: str | None) -> dict[str, float]:
+    """The metrics of a committed step, for the call that took it, or for one that gives no id."""
+    if request_id not in (None, manifest.request_id):
+        raise TrainingError(
+            f"step {manifest.step} was taken by another call ({manifest.request_id or 'one without an id'}), so that "
+            f"the groups of this one ({request_id}) were not trained: ask for the newest step and train from there"
+        )
+    return dict(manifest.metrics)
 
 
 def _metrics(

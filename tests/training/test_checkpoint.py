@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from safetensors import SafetensorError
 
 from art_ray.errors import CheckpointError
 from art_ray.training import checkpoint
@@ -67,12 +68,21 @@ def test_an_altered_file_of_the_same_size_is_found_by_its_hash(tmp_path):
         checkpoint.verify(tmp_path, 1)
 
 
-def test_a_newer_format_is_refused_with_both_versions(tmp_path):
+def test_a_newer_format_is_refused_with_both_versions_and_left_alone(tmp_path):
+    commit(tmp_path, 0)
     commit(tmp_path, 1)
     path = tmp_path / "0001/manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format_version": 9}))
-    with pytest.raises(CheckpointError, match="format 9; this version reads formats up to 1"):
-        checkpoint.read_manifest(tmp_path, 1)
+    for ask in (
+        lambda: checkpoint.read_manifest(tmp_path, 1),
+        lambda: checkpoint.newest_step(tmp_path),
+        lambda: checkpoint.list_steps(tmp_path),
+        lambda: checkpoint.delete_all_but(tmp_path, [0]),
+        lambda: commit(tmp_path, 1),
+    ):
+        with pytest.raises(CheckpointError, match="format 9; this version reads formats up to 1"):
+            ask()
+    assert (tmp_path / "0001/adapter_model.safetensors").read_bytes() == b"weights"
 
 
 def test_committing_a_complete_step_again_changes_nothing(tmp_path):
@@ -81,10 +91,11 @@ def test_committing_a_complete_step_again_changes_nothing(tmp_path):
     assert (tmp_path / "0001/adapter_model.safetensors").read_bytes() == b"first"
 
 
-def test_a_writer_that_fails_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("kind", [OSError, SafetensorError, RuntimeError])
+def test_a_writer_that_fails_is_a_checkpoint_error_and_leaves_nothing(tmp_path, kind):
     def write(target):
         (target / "half").write_bytes(b"x")
-        raise OSError(28, "No space left on device")
+        raise kind("No space left on device")
 
     with pytest.raises(CheckpointError, match="No space"):
         checkpoint.commit(tmp_path, 1, write, base_model="m", metrics={}, config={})

@@ -98,6 +98,12 @@ def test_checkpoints_of_one_rank_are_resumed_by_two(tiny_model, tmp_path):
     assert checkpoint.list_steps(directory) == [0, 1, 2, 3, 4, 5, 6]
 
 
+def test_an_error_of_the_first_rank_that_is_none_of_ours_reaches_all_of_them_at_once(tiny_model, tmp_path):
+    results = run(tiny_model, tmp_path / "checkpoints", 2, "fail", collective_timeout_s=100)
+    assert [code for code, _ in results] == [3, 3], results
+    assert all("TrainingError: rank 0 failed: KeyError: 'metrics'" in output for _, output in results)
+
+
 def test_a_rank_that_dies_is_a_training_error_of_the_others_and_the_step_is_not_committed(tiny_model, tmp_path):
     directory = tmp_path / "checkpoints"
     survivor, dead = run(tiny_model, directory, 2, "die", collective_timeout_s=20)

@@ -150,6 +150,26 @@ def test_a_step_that_is_committed_is_not_taken_again_and_leaves_the_state_right(
     assert all(torch.equal(kept[name], value) for name, value in adapter(tmp_path, 1).items())
 
 
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_committed_step_answers_the_call_that_took_it_and_refuses_another(tiny_model, tmp_path, supervised):
+    trainer = Trainer(spec(tiny_model, tmp_path))
+
+    def take(step, request_id, *, nothing=False):
+        work = [] if nothing else groups(step)
+        if supervised:
+            return trainer.sft([one for group in work for one in group], CONFIG, step, request_id=request_id)
+        return trainer.train(work, CONFIG, step, request_id=request_id)
+
+    learned, nothing, anonymous = take(0, "a"), take(1, "b", nothing=True), take(2, None)
+    assert [checkpoint.read_manifest(tmp_path, step).request_id for step in (1, 2, 3)] == ["a", "b", None]
+    assert take(0, "a") == take(0, None) == learned
+    assert take(1, "b", nothing=True) == take(1, None) == nothing
+    assert take(2, None) == anonymous
+    for step, other in ((0, "b"), (1, "a"), (2, "a")):
+        with pytest.raises(TrainingError, match=rf"step {step + 1} was taken by another call"):
+            take(step, other)
+
+
 def test_a_step_that_fails_halfway_has_the_effect_of_one_when_repeated(tiny_model, tmp_path):
     config = CONFIG.updated({"optimizer_steps_per_train": 2})
     expected = Trainer(spec(tiny_model, tmp_path / "expected", **LINEAR))
