@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import operator
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pydantic
 
 from art_ray.ledger import checkpoints, learning_rate
-from art_ray.ledger.codec import encoded, readable
+from art_ray.ledger.about import about
 from art_ray.ledger.files import (
     append_line,
     claim,
@@ -50,7 +49,6 @@ TRAINING_SPLIT = "train"
 REMEMBERED_REQUESTS = 64
 """Requests without a parquet file that `state.json` remembers; one with a file is remembered in the file."""
 _REQUEST_KEY, _RECORD_KEY = "art_ray.request_id", "art_ray.log_record"
-_SECRET_KEY = re.compile(r"(api_?key|secret|passw(or)?d|credentials?|(^|_)token)$", re.IGNORECASE)
 
 
 class LedgerConfig(FrozenConfig):
@@ -63,7 +61,7 @@ class LedgerConfig(FrozenConfig):
     report_metrics: list[str] | None = None
     """Names of reporters; None: wandb if its key is in the environment; []: none."""
     model_json: dict[str, Any] = pydantic.Field(default_factory=dict, repr=False)
-    """What `model.json` says about the model. Keys that sound like secrets are left out."""
+    """What `model.json` says about the model. Secrets are left out; see `about`."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,8 @@ class Ledger:
         self.folder = model_dir(config.base_path, config.project, config.name)
         self._history = History(self.folder / "history.jsonl")
         self._state = State(self.folder)
-        subject = Subject(self.folder, config.project, config.name, _without_secrets(config))
+        self._about = about({"project": config.project, "name": config.name, **config.model_json})
+        subject = Subject(self.folder, config.project, config.name, self._about)
         self._reporting = Reporting(checked_reporters(config.report_metrics), subject)
         self._lock = threading.RLock()
         self._model_written = False
@@ -163,7 +162,7 @@ class Ledger:
         """Writes `model.json`, if it does not say so already. The first `log` does this, too."""
         with explained(f"writing {self.folder / 'model.json'}"):
             make_dirs(self.folder)
-            content = json.dumps(_without_secrets(self.config), indent=1).encode()
+            content = json.dumps(self._about, indent=1).encode()
             path = self.folder / "model.json"
             if not (path.exists() and path.read_bytes() == content):
                 write_atomically(path, content)
@@ -326,20 +325,3 @@ def _checked_step(step: object) -> int:
     if not 0 <= number < 2**63:
         raise ValueError(f"step must be 0 or more, got {number}")
     return number
-
-
-def _without_secrets(config: LedgerConfig) -> dict[str, Any]:
-    def is_open(key: str) -> bool:
-        return _SECRET_KEY.search(key) is None
-
-    def cleaned(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: cleaned(item) for key, item in value.items() if is_open(str(key))}
-        return [cleaned(item) for item in value] if isinstance(value, list) else value
-
-    try:
-        fields = readable(encoded(config.model_json, "model_json"))
-    except TypeError as error:
-        logger.warning("model.json leaves out the model's config: %s", error)
-        fields = {key: value for key, value in config.model_json.items() if isinstance(value, (str, int, bool))}
-    return cleaned({"project": config.project, "name": config.name, **fields})

@@ -37,7 +37,7 @@ def test_creating_a_ledger_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_contract_says_of_each_metric(ledger):
+def test_each_metric_is_what_its_name_says(ledger):
     first = TrajectoryGroup(
         [
             Trajectory([], reward=1.0, metrics={"turns": 2, "won": True}),
@@ -272,6 +272,11 @@ def test_an_unknown_key_of_the_configuration_is_refused():
         LedgerConfig(basepath="x", project="p", name="n")
 
 
+def model_json_of(ledger):
+    ledger.log(None, split="val", step=0, metrics={"x": 1})
+    return json.loads((ledger.folder / "model.json").read_text())
+
+
 def test_model_json_has_the_fields_and_no_secret(tmp_path):
     fields = {
         "base_model": "m",
@@ -279,17 +284,77 @@ def test_model_json_has_the_fields_and_no_secret(tmp_path):
         "config": {"max_tokens": 1, "api_key": "sk-2", "deep": [{"hf_token": "t"}]},
     }
     ledger = ledger_at(tmp_path, model_json=fields)
-    ledger.log(None, split="val", step=0, metrics={"x": 1})
-    assert json.loads((ledger.folder / "model.json").read_text()) == {
+    assert model_json_of(ledger) == {
         "project": "demo", "name": "agent", "base_model": "m", "config": {"max_tokens": 1, "deep": [{}]},
     }  # fmt: skip
     assert "sk-1" not in repr(ledger.config)
 
 
-def test_a_config_that_is_no_json_does_not_stop_logging(tmp_path):
-    ledger = ledger_at(tmp_path, model_json={"base_model": "m", "config": object()})
-    ledger.log(None, split="val", step=0, metrics={"x": 1})
-    assert json.loads((ledger.folder / "model.json").read_text())["base_model"] == "m"
+SECRETS = [
+    "secret_key", "aws_secret_access_key", "private_key", "accessToken", "Authorization", "openai_key", "openAIKey",
+    "OPENAI-KEY", "hf-token", "passphrase", "db_password", "PGPASSWORD", "apiKey", "APIKEY", "apikey",
+    "x-goog-api-key", "clientSecret", "authToken", "bearer", "Cookie", "credentials", "oauth2Token", "smtp_pass",
+    "api_tokens", "accesstoken", "key2",
+]  # fmt: skip
+INNOCENT = [
+    "max_tokens", "num_tokens", "tokens", "tokenizer", "keyboard", "monkey", "author", "authors", "base_model",
+    "pass_rate", "compass", "tokens_packed",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_what_a_name_says_is_a_secret_is_told_to_no_one(tmp_path, name):
+    config = {name: ["s3cr3t"], "env": [({name: {"deep": "s3cr3t"}},)]}
+    assert "s3cr3t" not in json.dumps(model_json_of(ledger_at(tmp_path, model_json={name: "s3cr3t", "config": config})))
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_an_innocent_name_stays(tmp_path, name):
+    assert model_json_of(ledger_at(tmp_path, model_json={"config": {name: "open"}}))["config"] == {name: "open"}
+
+
+def test_a_number_under_the_name_of_a_token_is_a_count_and_stays(tmp_path):
+    config = {"eos_token_id": 2, "token_budget": 100, "use_auth": True, "key": None}
+    assert model_json_of(ledger_at(tmp_path, model_json={"config": {**config, "password": 1234}}))["config"] == config
+
+
+@pytest.mark.parametrize(
+    ("url", "kept"),
+    [
+        ("https://user:pa55@host:8000/v1", "https://host:8000/v1"),
+        ("https://pa55@host/v1/a@b", "https://host/v1/a@b"),
+        ("https://host/v1?api_key=pa55", "https://host/v1"),
+        ("https://host/v1#access_token=pa55", "https://host/v1"),
+        ("https://user:p@pa55@[::1]:80?x=pa55", "https://[::1]:80"),
+        ("redis://:pa/55==@host:6379/0", "redis://host:6379/0"),
+        ("see HTTP://u:pa55@host/ and ws://a:pa55@b", "see HTTP://host/ and ws://b"),
+        ("http://localhost:8000/v1/models/m@3", "http://localhost:8000/v1/models/m@3"),
+        ("mail a@b.c?", "mail a@b.c?"),
+    ],
+)
+def test_a_url_keeps_neither_user_nor_query(tmp_path, url, kept):
+    fields = {"inference_base_url": url, "config": {"urls": [url]}}
+    assert model_json_of(ledger_at(tmp_path, model_json=fields)) == {
+        "project": "demo", "name": "agent", "inference_base_url": kept, "config": {"urls": [kept]},
+    }  # fmt: skip
+
+
+def test_a_value_that_is_no_json_costs_only_itself_and_is_said_once(tmp_path, caplog):
+    cyclic = {"a": 1}
+    cyclic["self"] = cyclic
+    config = {"lr": 0.1, "judge": len, "deep": {"span": (1, len), "x": 2}, len: 3, "cyclic": cyclic, "api_key": len}
+    ledger = ledger_at(tmp_path, model_json={"base_model": "m", "config": config})
+    for _ in range(2):
+        assert model_json_of(ledger) == {
+            "project": "demo", "name": "agent", "base_model": "m",
+            "config": {"lr": 0.1, "deep": {"span": [1], "x": 2}, "cyclic": {"a": 1}},
+        }  # fmt: skip
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith(
+        "model.json leaves out what it cannot hold: config['judge'] is a builtins.builtin_function_or_method"
+    )
+    assert "config['deep']['span'][1]" in line
+    assert "(and 1 more)" in line
 
 
 @pytest.mark.parametrize("step", [1.5, "1", None, -1])
