@@ -6,6 +6,7 @@ A backend has no logging, reads no `history.jsonl`, and knows nothing of reporte
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from art_ray.types import TrainConfig
@@ -13,7 +14,19 @@ from art_ray.types import TrainConfig
 if TYPE_CHECKING:
     from art_ray.model import Model, TrainableModel
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "CommittedStep"]
+
+
+@dataclass(frozen=True)
+class CommittedStep:
+    """The newest step of a backend, as it was committed."""
+
+    step: int
+    split: str
+    """Under which its metrics are logged: "train" or "sft"."""
+    request_id: str
+    """Of the call that took it."""
+    metrics: dict[str, float]
 
 
 @runtime_checkable
@@ -39,6 +52,13 @@ class Backend(Protocol):
 
     async def _get_step(self, model: TrainableModel) -> int:
         """Returns the step of the newest complete checkpoint; 0 where there is none. Starts nothing."""
+        ...
+
+    async def _get_committed(self, model: TrainableModel) -> CommittedStep | None:
+        """Returns the newest step that a call took; None where there is none. Starts nothing.
+
+        A process that died between the commit and the line in the history left that line to its successor.
+        """
         ...
 
     def _train_model(

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+import httpx
 import openai
 import pydantic
 
-from art_ray.backend import Backend
+from art_ray.backend import Backend, CommittedStep
 from art_ray.errors import ConfigError, NotRegisteredError
 from art_ray.inference import PolicyClient
 from art_ray.ledger.history import History
@@ -55,7 +56,9 @@ class Model(pydantic.BaseModel):
 
     _backend: Backend | None = pydantic.PrivateAttr(default=None)
     _ledger: LedgerPort | None = pydantic.PrivateAttr(default=None)
+    _ledger_made_for: tuple[Any, ...] = pydantic.PrivateAttr(default=())
     _client: openai.AsyncOpenAI | None = pydantic.PrivateAttr(default=None)
+    _client_made_for: tuple[Any, ...] = pydantic.PrivateAttr(default=())
 
     def __init__(self, **values: Any) -> None:
         # Not left to pydantic alone: it would wrap the error in its own.
@@ -77,13 +80,19 @@ class Model(pydantic.BaseModel):
             copied = super().__deepcopy__(memo)
         finally:
             object.__setattr__(self, "__pydantic_private__", shared)
-        object.__setattr__(copied, "__pydantic_private__", dict(shared or {}))
+        object.__setattr__(copied, "__pydantic_private__", {**(shared or {}), **self._private_of_a_copy()})
         return copied
+
+    def _private_of_a_copy(self) -> dict[str, Any]:
+        """Returns what a deep copy does not share."""
+        return {}
 
     async def register(self, backend: Backend) -> None:
         """Connects the model to a backend. `base_path` is not touched, and no reporter is opened."""
-        self._ledger_config()
-        self._ledger = await backend._open_ledger(self)
+        ledger = await backend._open_ledger(self)
+        if ledger is not self._ledger:
+            await self.close()
+        self._ledger, self._ledger_made_for = ledger, self._remembered_as()
         self._backend = backend
 
     def backend(self) -> Backend:
@@ -111,8 +120,15 @@ class Model(pydantic.BaseModel):
                 f"model {self.name!r} has no inference_base_url: give it one (and an inference_api_key), "
                 "or use a TrainableModel and register a backend"
             )
-        if self._client is None:
-            self._client = openai.AsyncOpenAI(base_url=self.inference_base_url, api_key=self.inference_api_key)
+        return self._client_of(openai.AsyncOpenAI, self.inference_base_url)
+
+    def _client_of(self, kind: type[openai.AsyncOpenAI], base_url: str | None) -> openai.AsyncOpenAI:
+        made_for = (base_url, self.inference_api_key)
+        if self._client is None or self._client_made_for != made_for:
+            # Without a key of its own, a server elsewhere must not get the one that OPENAI_API_KEY holds.
+            at_openai = httpx.URL(base_url or "").host.endswith("openai.com")
+            key = self.inference_api_key or (None if at_openai else "none")
+            self._client, self._client_made_for = kind(base_url=base_url, api_key=key), made_for
         return self._client
 
     async def get_step(self) -> int:
@@ -166,9 +182,13 @@ class Model(pydantic.BaseModel):
         return History(model_dir(self.base_path, self.project, self.name) / "history.jsonl")
 
     def _remembering(self) -> LedgerPort:
-        if self._ledger is None or self._ledger.is_closed:
-            self._ledger = InProcessLedger(self._ledger_config())
+        if self._ledger is None or self._ledger.is_closed or self._ledger_made_for != self._remembered_as():
+            self._ledger, self._ledger_made_for = InProcessLedger(self._ledger_config()), self._remembered_as()
         return self._ledger
+
+    def _remembered_as(self) -> tuple[Any, ...]:
+        """Returns the fields that say which ledger is this model's: they may change, in a copy for one."""
+        return self.base_path, self.project, self.name, tuple(self.report_metrics or ()), self.report_metrics is None
 
     def _ledger_config(self) -> LedgerConfig:
         return LedgerConfig(
@@ -212,7 +232,7 @@ class TrainableModel(Model):
         """Connects the model to a backend, which makes it trainable and starts to serve its newest version."""
         await super().register(backend)
         self.inference_base_url, self.inference_api_key = await backend._prepare_backend_for_training(self)
-        self._client = None
+        await self._remember_committed(await backend._get_committed(self))
 
     def get_inference_name(self, step: int | None = None) -> str:
         """Returns the name to send as `model=`: of the current version, or of the one that `step` pins."""
@@ -221,9 +241,7 @@ class TrainableModel(Model):
     def openai_client(self) -> openai.AsyncOpenAI:
         """Returns an OpenAI client on the served policy; its answers carry what training needs (see `PolicyClient`)."""
         self.backend()
-        if self._client is None:
-            self._client = PolicyClient(base_url=self.inference_base_url, api_key=self.inference_api_key)
-        return self._client
+        return self._client_of(PolicyClient, self.inference_base_url)
 
     async def get_step(self) -> int:
         """Returns the step of the backend's newest complete checkpoint."""
@@ -271,8 +289,10 @@ class TrainableModel(Model):
             multiplier = await ledger.learning_rate_multiplier()
             config = config.updated({"learning_rate": config.learning_rate * multiplier})
             frontend_metrics["learning_rate_multiplier"] = multiplier
-        collected = [m async for m in self.backend()._train_model(self, call.shared, config, dev_config)]
-        return await self._finished(call, {**_means(collected), **frontend_metrics}, verbose)
+        if call.metrics is None:
+            collected = [m async for m in self.backend()._train_model(self, call.shared, config, dev_config)]
+            call.metrics = {**_means(collected), **frontend_metrics}
+        return await self._finished(call, call.metrics, verbose)
 
     async def sft(
         self,
@@ -289,8 +309,9 @@ class TrainableModel(Model):
         backend = self.backend()
         async with self._learning:
             call = await self._logged(as_groups(trajectories, self._remembering().is_reference), "sft")
-            collected = [m async for m in backend._sft_model(self, call.shared, config or TrainConfig())]
-            return await self._finished(call, _means(collected), verbose)
+            if call.metrics is None:
+                call.metrics = _means([m async for m in backend._sft_model(self, call.shared, config or TrainConfig())])
+            return await self._finished(call, call.metrics, verbose)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
         """Deletes every checkpoint but the latest, the best by `best_checkpoint_metric`, and those being served.
@@ -299,8 +320,27 @@ class TrainableModel(Model):
             UnknownMetricError: the metric is not the default and was never logged; nothing is deleted.
         """
         backend, ledger = self.backend(), self._remembering()
-        steps = await ledger.steps_to_keep(best_checkpoint_metric, await self.get_step())
-        await backend._delete_checkpoint_files(self, steps)
+        async with self._learning:
+            steps = await ledger.steps_to_keep(best_checkpoint_metric, await self.get_step())
+            await backend._delete_checkpoint_files(self, steps)
+
+    def _private_of_a_copy(self) -> dict[str, Any]:
+        return {"_learning": asyncio.Lock(), "_unfinished": None}
+
+    async def _remember_committed(self, committed: CommittedStep | None) -> None:
+        """Logs the metrics of the newest step, where the process that took it died before it could."""
+        if committed is None:
+            return
+        known = self._history().column(f"{committed.split}/num_groups_submitted")
+        if await asyncio.to_thread(lambda: any(step == committed.step for step, _ in known)):
+            return
+        await self._remembering().log(
+            None,
+            split=committed.split,
+            step=committed.step,
+            metrics=committed.metrics,
+            request_id=f"{committed.request_id}-metrics",
+        )
 
     async def _logged(self, groups: list[Any], split: str) -> _UnfinishedTrain:
         """Takes up the unfinished call with these very groups, or begins one at the backend's step; logs its groups."""
@@ -336,11 +376,18 @@ class _UnfinishedTrain:
     request_id: str
     shared: list[Any] = field(default_factory=list)
     """The groups in the form in which ledger and backend take them."""
+    metrics: dict[str, float] | None = None
+    """Once the backend has taken the step."""
 
 
 def _identity(groups: Sequence[Any]) -> list[Any]:
     """Returns what is equal for two lists of the very same trajectories, or of references to the same groups."""
-    return [tuple(map(id, group)) if isinstance(group, TrajectoryGroup) else group for group in groups]
+    return [
+        (*map(id, group), *((f.type, f.message, f.traceback) for f in group.exceptions))
+        if isinstance(group, TrajectoryGroup)
+        else group
+        for group in groups
+    ]
 
 
 def _means(dicts: Sequence[Mapping[str, float]]) -> dict[str, float]:

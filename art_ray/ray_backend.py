@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
+import dataclasses
+import logging
 import os
 import secrets
-import sys
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +24,8 @@ from art_ray.actors.placement import Placed, placed, require, with_gpus
 from art_ray.actors.trainer_actor import TrainRequest
 from art_ray.actors.trainer_group import TrainerGroup
 from art_ray.actors.vllm_actor import VLLMActor
-from art_ray.errors import ConfigError, ServingError
+from art_ray.backend import CommittedStep
+from art_ray.errors import ActorError, ConfigError, DeadlineError, ServingError
 from art_ray.ledger.paths import model_dir
 from art_ray.model import Model, TrainableModel
 from art_ray.progress import bar, elapsed
@@ -34,6 +38,8 @@ from art_ray.types import TrainConfig
 
 __all__ = ["Deadlines", "RayBackend"]
 
+logger = logging.getLogger(__name__)
+
 PEFT_NAMES = {"lora_alpha": "alpha", "lora_dropout": "dropout"}
 """PEFT's names of LoRA settings, as `peft_args` may give them, and ours."""
 LOCAL_RUN = "ART_RAY_LOCAL_RUN"
@@ -45,11 +51,15 @@ class _Running:
     """The actors of one model, and what they were last told."""
 
     trainer: TrainerGroup
+    spec: TrainerSpec
+    serving: ServingConfig
+    step: int = 0
+    """The newest step, as the trainer said last."""
     replicas: list[Placed] = field(default_factory=list)
     endpoint: Endpoint | None = None
     key: str = field(default="", repr=False)
-    served: list[int] = field(default_factory=list)
-    """Steps whose files a replica may still need."""
+    published: set[int] = field(default_factory=set)
+    """Steps that replicas were given."""
     last_request: TrainRequest | None = None
 
 
@@ -82,15 +92,15 @@ class RayBackend:
         self._lora = lora or LoraSettings()
         self._serving = serving or ServingConfig()
         if self._serving.replicas > 1:
-            raise ConfigError(f"ServingConfig(replicas={self._serving.replicas}): one replica is served at present")
+            raise ConfigError(f"ServingConfig(replicas={self._serving.replicas}): a backend serves one replica")
         self._path = path
         self._address = address or os.environ.get("RAY_ADDRESS") or "local"
         self._deadlines = deadlines or Deadlines()
         self._owns_ray = False
         self._guard: Guard | None = None
         self._registered_exit = False
-        self._models: dict[tuple[str, str], _Running] = {}
-        self._ledgers: dict[tuple[str, str], ActorLedger] = {}
+        self._models: dict[tuple[str, str, str], _Running] = {}
+        self._ledgers: dict[tuple[str, str, str], ActorLedger] = {}
         self._starting = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
@@ -103,27 +113,33 @@ class RayBackend:
         """Ends the actors of this backend, and the Ray instance if it is its own. Committed steps stay."""
         models, self._models = list(self._models.values()), {}
         ledgers, self._ledgers = list(self._ledgers.values()), {}
-        for running in models:
-            await self._stop(running)
-        for ledger in ledgers:
-            await ledger.close(self._deadlines.stop_s)
-        if self._owns_ray:
-            self._owns_ray = False
-            ray.shutdown()
-        if self._guard is not None:
-            guard, self._guard = self._guard, None
-            await asyncio.to_thread(guard.end)
+        async with contextlib.AsyncExitStack() as ending:  # in reverse order, each whatever became of the others
+            if self._guard is not None:
+                guard, self._guard = self._guard, None
+                ending.push_async_callback(asyncio.to_thread, guard.end)
+            if self._owns_ray:
+                self._owns_ray = False
+                ending.callback(ray.shutdown)
+            for ledger in ledgers:
+                ending.push_async_callback(ledger.close, self._deadlines.stop_s)
+            for running in models:
+                ending.push_async_callback(self._stop, running)
 
     # ── the Backend protocol ─────────────────────────────────────────────────────────────────────────────────────
 
     async def _open_ledger(self, model: Model) -> ActorLedger:
         """Returns the ledger of `model` as an actor on this node."""
         self._connect()
+        config = model._ledger_config()
+        config = config.updated({"base_path": _absolute(config.base_path)})
         ledger = self._ledgers.get(_key(model))
         if ledger is None or ledger.is_closed:
-            config = model._ledger_config()
-            here = config.updated({"base_path": _absolute(config.base_path)})
-            ledger = self._ledgers[_key(model)] = ActorLedger(here, timeout_s=self._deadlines.ledger_s)
+            ledger = self._ledgers[_key(model)] = ActorLedger(config, timeout_s=self._deadlines.ledger_s)
+        if ledger.config.report_metrics != config.report_metrics:
+            raise ConfigError(
+                f"model {model.name!r} is registered with report_metrics={ledger.config.report_metrics}, and now with "
+                f"{config.report_metrics}: close that model first"
+            )
         return ledger
 
     async def _prepare_backend_for_training(self, model: TrainableModel) -> tuple[str, str]:
@@ -131,15 +147,36 @@ class RayBackend:
         self._connect()
         async with self._starting:
             running = self._models.get(_key(model))
+            spec, serving = self._options_of(model)
+            if running is not None and (running.spec, running.serving) != (spec, serving):
+                raise ConfigError(
+                    f"model {model.name!r} is registered already, on {running.spec.base_model!r} or with other "
+                    "options: give this one another name, or close the backend first"
+                )
+            if running is not None and not await self._answers(running):
+                await self._stop(self._models.pop(_key(model)))
+                running = None
             if running is None:
-                running = await self._start(model)
-                self._models[_key(model)] = running
+                running = self._models[_key(model)] = await self._start(model, spec, serving)
         assert running.endpoint is not None
         return running.endpoint.base_url, running.key
 
     async def _get_step(self, model: TrainableModel) -> int:
-        """Returns the newest complete checkpoint's step; reads the disk only."""
+        """Returns the newest complete checkpoint's step: the trainer's word while it runs, otherwise the disk's."""
+        if (running := self._models.get(_key(model))) is not None:
+            return running.step
         return checkpoint.newest_step(self._checkpoints_dir(model)) or 0
+
+    async def _get_committed(self, model: TrainableModel) -> CommittedStep | None:
+        """Returns the newest step with its metrics, from its manifest."""
+        step = await self._get_step(model)
+        if step == 0:
+            return None
+        manifest = checkpoint.read_manifest(self._checkpoints_dir(model), step)
+        if manifest.request_id is None:
+            return None
+        split = manifest.request_id.split("-", 1)[0]
+        return CommittedStep(step, split, manifest.request_id, dict(manifest.metrics))
 
     async def _train_model(
         self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig, dev_config: Mapping[str, Any]
@@ -157,9 +194,10 @@ class RayBackend:
 
     async def _delete_checkpoint_files(self, model: TrainableModel, steps_to_keep: Sequence[int]) -> None:
         """Deletes the other checkpoints' directories; those that a replica serves stay."""
-        running = self._models.get(_key(model))
-        served = running.served if running else []
-        await asyncio.to_thread(checkpoint.delete_all_but, self._checkpoints_dir(model), {*steps_to_keep, *served})
+        directory, keep = self._checkpoints_dir(model), set(steps_to_keep)
+        if (running := self._models.get(_key(model))) is not None:
+            keep |= await self._held(running)
+        await asyncio.to_thread(checkpoint.delete_all_but, directory, keep)
 
     # ── its parts ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -188,44 +226,30 @@ class RayBackend:
         if (self._models or self._ledgers) and ray.is_initialized():
             asyncio.run(self.close())
 
-    async def _start(self, model: TrainableModel) -> _Running:
-        lora, serving = self._options_of(model)
-        spec = TrainerSpec(
-            base_model=_resolved(model.base_model),
-            checkpoints_dir=self._checkpoints_dir(model),
-            lora=lora,
-            trainer=self._trainer_config,
-        )
+    async def _start(self, model: TrainableModel, spec: TrainerSpec, serving: ServingConfig) -> _Running:
         name = f"{model.project}/{model.name}"
         trainer, replica = self._resources(serving)
         ranks = {f"trainer:{name}:{rank}": trainer for rank in range(spec.trainer.ranks)}
         require({**ranks, f"vllm:{name}:0": replica})
         group = TrainerGroup(f"trainer:{name}", spec, trainer, self._deadlines)
-        running = _Running(group, key=secrets.token_urlsafe(32))
+        running = _Running(group, spec, serving, key=secrets.token_urlsafe(32))
         try:
             await group.place()
-            await self._fill(running, model, spec, serving, replica)
+            await self._fill(running, model, replica)
         except BaseException:
             await self._stop(running)
             raise
         return running
 
-    async def _fill(
-        self,
-        running: _Running,
-        model: TrainableModel,
-        spec: TrainerSpec,
-        serving: ServingConfig,
-        resources: Mapping[str, float],
-    ) -> None:
+    async def _fill(self, running: _Running, model: TrainableModel, resources: Mapping[str, float]) -> None:
         """Starts trainer and replica side by side, and publishes the newest step."""
-        name = f"{model.project}/{model.name}"
+        name, spec = f"{model.project}/{model.name}", running.spec
         engine_spec = EngineSpec(
             base_model=spec.base_model,
             name=model.name,
             api_key=running.key,
             max_lora_rank=spec.lora.r,
-            serving=serving,
+            serving=running.serving,
             seed=secrets.randbits(31),
         )
         gpus = resources.get("GPU", 0)
@@ -233,10 +257,15 @@ class RayBackend:
         running.replicas.append(replica)
         starting = replica.wait("start", "the first answer of the engine", self._deadlines.start_s)
         async with elapsed(f"starting trainer and engine of {name}"):
-            step, running.endpoint = await calls.together(
+            running.step, running.endpoint = await calls.together(
                 running.trainer.start(), calls.answer(replica.handle.start.remote(), starting)
             )
-            await self._publish(running, step)
+            if checkpoint.newest_step(spec.checkpoints_dir) != running.step:
+                raise ConfigError(
+                    f"the trainer stands at step {running.step}, which the driver does not see in "
+                    f"{spec.checkpoints_dir}: give RayBackend(path=…) a folder that all nodes share"
+                )
+            await self._publish(running, running.step)
 
     async def _learn(
         self, model: TrainableModel, groups: tuple[Any, ...], config: TrainConfig, *, supervised: bool
@@ -244,12 +273,14 @@ class RayBackend:
         running = self._running(model)
         request = running.last_request
         if request is None or (request.groups, request.supervised) != (groups, supervised):
-            step = await self._get_step(model)
-            request = TrainRequest(step, groups, config, self._deadlines.ledger_s, supervised)
+            running.step = await running.trainer.ensure()
+            request_id = f"{'sft' if supervised else 'train'}-{uuid.uuid4().hex}"
+            request = TrainRequest(running.step, groups, config, self._deadlines.ledger_s, request_id, supervised)
         # Kept until the step is served: the same groups again, after a failure, are this step and not the next.
-        running.last_request = request
+        running.last_request = request = dataclasses.replace(request, config=config)
         yield await self._train(running, request)
-        yield {"seconds_weight_sync": await self._publish(running, request.step + 1)}
+        running.step = request.step + 1
+        yield {"seconds_weight_sync": await self._publish(running, running.step)}
         running.last_request = None
 
     async def _train(self, running: _Running, request: TrainRequest) -> dict[str, float]:
@@ -264,7 +295,8 @@ class RayBackend:
     async def _publish(self, running: _Running, step: int) -> float:
         """Has every replica load the adapter of `step`; returns the seconds until the last has answered."""
         started = asyncio.get_running_loop().time()
-        running.served.append(step)
+        await running.trainer.ensure()
+        running.published.add(step)
         adapter = running.trainer.adapter(step)
         loaded = await calls.together(
             *(
@@ -278,18 +310,43 @@ class RayBackend:
         for replica, version in zip(running.replicas, loaded, strict=True):
             if version.step != step:
                 raise ServingError(f"{replica.name} was given version {step} and answered {version.step}")
-        running.served = [step]
         return asyncio.get_running_loop().time() - started
 
+    async def _held(self, running: _Running) -> set[int]:
+        """Returns the steps that replicas hold; where one does not say, all that it was ever given."""
+        try:
+            statuses = await self._statuses(running)
+        except (ActorError, DeadlineError):
+            return set(running.published)
+        return {step for status in statuses for step in status["versions"]}
+
+    async def _answers(self, running: _Running) -> bool:
+        """Returns whether every replica lives and can answer requests."""
+        try:
+            return all(status["state"] == "running" for status in await self._statuses(running))
+        except (ActorError, DeadlineError):
+            return False
+
+    async def _statuses(self, running: _Running) -> list[dict[str, Any]]:
+        return await calls.together(
+            *(
+                calls.answer(r.handle.status.remote(), r.wait("status", "a sign of life", self._deadlines.stop_s))
+                for r in running.replicas
+            )
+        )
+
     async def _stop(self, running: _Running) -> None:
-        for replica in running.replicas:
-            wait = replica.wait("stop", "the engine to end", self._deadlines.stop_s)
-            try:
-                await calls.answer(replica.handle.stop.remote(), wait)
-            except Exception as error:  # the kill below ends it either way; the reason is worth a line
-                print(f"art_ray: {replica.name} did not stop by itself: {error}", file=sys.stderr)
-            ray.kill(replica.handle)
-        running.trainer.stop()
+        try:
+            for replica in running.replicas:
+                wait = replica.wait("stop", "the engine to end", self._deadlines.stop_s)
+                try:
+                    await calls.answer(replica.handle.stop.remote(), wait)
+                except (ActorError, DeadlineError) as error:  # the kill below ends it; the reason is worth a line
+                    logger.warning("%s did not stop by itself: %s", replica.name, error)
+        finally:
+            for replica in running.replicas:
+                ray.kill(replica.handle)
+            running.trainer.stop()
 
     def _resources(self, serving: ServingConfig) -> tuple[dict[str, float], dict[str, float]]:
         """Returns what a trainer rank and a replica ask of Ray: GPUs where the cluster has any, otherwise CPUs."""
@@ -306,19 +363,25 @@ class RayBackend:
                 f"model {model.name!r} is not registered with this backend: `await model.register(backend)`"
             ) from None
 
-    def _options_of(self, model: TrainableModel) -> tuple[LoraSettings, ServingConfig]:
+    def _options_of(self, model: TrainableModel) -> tuple[TrainerSpec, ServingConfig]:
         own = model._internal_config or {}
         lora = self._lora.updated({PEFT_NAMES.get(key, key): v for key, v in own.get("peft_args", {}).items()})
         engine_args = {**self._serving.engine_args, **own.get("engine_args", {})}
-        return lora, self._serving.updated({"engine_args": engine_args})
+        spec = TrainerSpec(
+            base_model=_resolved(model.base_model),
+            checkpoints_dir=self._checkpoints_dir(model),
+            lora=lora,
+            trainer=self._trainer_config,
+        )
+        return spec, self._serving.updated({"engine_args": engine_args})
 
     def _checkpoints_dir(self, model: TrainableModel) -> Path:
         base = _absolute(self._path or model.base_path)
         return Path(model_dir(base, model.project, model.name)) / "checkpoints"
 
 
-def _key(model: Model) -> tuple[str, str]:
-    return model.project, model.name
+def _key(model: Model) -> tuple[str, str, str]:
+    return _absolute(model.base_path), model.project, model.name
 
 
 def _absolute(path: str) -> str:
@@ -328,4 +391,5 @@ def _absolute(path: str) -> str:
 
 def _resolved(base_model: str) -> str:
     """Returns a folder as an absolute path; a hub id unchanged."""
-    return _absolute(base_model) if os.path.isdir(base_model) else base_model
+    path = os.path.expanduser(base_model)
+    return _absolute(path) if os.path.isdir(path) else base_model

@@ -129,7 +129,7 @@ async def main(options: argparse.Namespace) -> None:
             rollout_s = time.monotonic() - begun
             result = await model.train(groups, config=art_ray.TrainConfig(learning_rate=options.learning_rate))
             report(groups, result, rollout_s)
-        print(f"{options.steps - done} steps in {time.monotonic() - started:.0f} s")
+        print(f"{max(0, options.steps - done)} steps in {time.monotonic() - started:.0f} s")
         await model.log(await gather(model, [held_out_a, held_out_b], 4, "validate"), split="val")
         await model.delete_checkpoints()
     show_curve(model)

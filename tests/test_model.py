@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 import art_ray
-from art_ray.errors import ConfigError, InvalidNameError, NotRegisteredError, UnknownMetricError
+from art_ray.backend import CommittedStep
+from art_ray.errors import (
+    ConfigError,
+    InvalidNameError,
+    LedgerWriteError,
+    NotRegisteredError,
+    UnknownMetricError,
+)
 
 
 class StubBackend:
@@ -21,6 +28,9 @@ class StubBackend:
         self.seen: list[tuple[list, art_ray.TrainConfig]] = []
         self.kept: list[int] | None = None
         self.fail_before = self.fail_after = False
+        self.during = lambda: None
+        self.committed: CommittedStep | None = None
+        self._unfinished: list | None = None
 
     async def _open_ledger(self, model):
         return None
@@ -31,15 +41,22 @@ class StubBackend:
     async def _get_step(self, model):
         return self.step
 
+    async def _get_committed(self, model):
+        return self.committed
+
     async def _train_model(self, model, groups, config, dev_config):
         self.seen.append((list(groups), config))
         if self.fail_before:
             raise RuntimeError("lost before the step")
-        yield {"loss": 1.0, "seconds": 2.0}
-        yield {"loss": 3.0}
-        self.step += 1
+        if self._unfinished != groups:
+            self.step += 1
+            self._unfinished = groups
         if self.fail_after:
             raise RuntimeError("lost after the step")
+        self._unfinished = None
+        self.during()
+        yield {"loss": 1.0, "seconds": 2.0}
+        yield {"loss": 3.0}
 
     async def _sft_model(self, model, groups, config):
         self.seen.append((list(groups), config))
@@ -179,9 +196,69 @@ async def test_the_same_call_again_after_a_failure_has_the_effect_of_one(registe
     assert result.step == 1
     assert [line["step"] for line in lines(tmp_path)] == [0, 1]
     assert sorted(p.name for p in (tmp_path / "p/models/m/trajectories/train").iterdir()) == ["0000.parquet"]
+    assert backend.step == 1
     # The next call, with the same groups even, is a call of its own.
-    backend.step = 1
     assert (await model.train(groups)).step == 2
+
+
+async def test_a_step_whose_metrics_could_not_be_logged_is_not_taken_again(registered, tmp_path):
+    model, backend = registered
+    history = tmp_path / "p/models/m/history.jsonl"
+
+    def no_more_logging() -> None:
+        history.rename(history.with_name("aside"))
+        history.mkdir()
+
+    backend.during = no_more_logging
+    groups = [group(0.0, 1.0)]
+    with pytest.raises(LedgerWriteError):
+        await model.train(groups)
+    history.rmdir()
+    history.with_name("aside").rename(history)
+    result = await model.train(groups)
+    assert (result.step, result.metrics["loss"], backend.step, len(backend.seen)) == (1, 2.0, 1, 1)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1]
+
+
+async def test_metrics_that_a_dead_process_left_unlogged_are_logged_once_by_its_successor(tmp_path):
+    backend = StubBackend()
+    backend.step = 3
+    backend.committed = CommittedStep(3, "train", "train-abc", {"loss": 0.5, "num_groups_submitted": 2.0})
+    for _ in range(2):
+        model = trainable(tmp_path)
+        await model.register(backend)
+    assert [(line["step"], line["train/loss"]) for line in lines(tmp_path)] == [(3, 0.5)]
+
+
+async def test_failures_are_part_of_what_makes_two_calls_the_same(registered, tmp_path):
+    model, backend = registered
+    backend.fail_before = True
+    for text in ("first", "second"):
+        with pytest.raises(RuntimeError, match="lost"):
+            await model.train([art_ray.TrajectoryGroup([ValueError(text)])])
+    assert len(list((tmp_path / "p/models/m/trajectories/train").iterdir())) == 2
+
+
+async def test_a_renamed_copy_logs_under_its_own_name(tmp_path):
+    model = art_ray.Model(name="m", project="p", base_path=str(tmp_path), report_metrics=[])
+    await model.log([group(1.0)])
+    other = model.model_copy(deep=True)
+    other.name = "n"
+    await other.log([group(2.0)])
+    assert [line["val/reward"] for line in lines(tmp_path)] == [1.0]
+    assert other.history()["val/reward"].to_list() == [2.0]
+
+
+def test_a_client_follows_the_address_and_takes_no_foreign_key_along(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
+    model = art_ray.Model(name="m", project="p", inference_base_url="http://127.0.0.1:1/v1")
+    assert model.openai_client().api_key == "none"
+    model.inference_base_url, model.inference_api_key = "http://127.0.0.1:2/v1", "mine"
+    client = model.openai_client()
+    assert (client.api_key, client.base_url.port) == ("mine", 2)
+    assert model.openai_client() is client
+    model.inference_base_url, model.inference_api_key = "https://api.openai.com/v1", None
+    assert model.openai_client().api_key == "sk-of-openai"
 
 
 async def test_two_train_calls_at_once_take_two_steps_one_after_the_other(registered, tmp_path):

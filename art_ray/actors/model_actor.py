@@ -92,7 +92,7 @@ class ActorLedger:
     """An `art_ray.ledger.port.LedgerPort` whose ledger is a `ModelActor` on the caller's node."""
 
     def __init__(self, config: LedgerConfig, *, timeout_s: float) -> None:
-        self._config = config
+        self.config = config
         self._timeout_s = timeout_s
         self._actor: Placed | None = None
         self.is_closed = False
@@ -147,8 +147,8 @@ class ActorLedger:
         if self._actor is None:
             self._actor = placed(
                 ModelActor,
-                f"model:{self._config.project}/{self._config.name}",
-                self._config,
+                f"model:{self.config.project}/{self.config.name}",
+                self.config,
                 Environment.of_driver(),
                 node=ray.util.get_node_ip_address(),
                 scheduling_strategy=driver_node(),

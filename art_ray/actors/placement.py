@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,7 @@ def placed(actor: Any, name: str, *arguments: Any, node: str = "?", **options: A
         options: of Ray, such as `num_cpus`.
 
     Raises:
-        ConfigError: an actor of that name lives: the same model is registered with another backend of this job.
+        ConfigError: an actor of that name lives: a model of the same project and name is registered in this process.
     """
     try:
         return Placed(actor.options(name=name, **options).remote(*arguments), name, node)
@@ -57,35 +58,63 @@ def placed(actor: Any, name: str, *arguments: Any, node: str = "?", **options: A
         if "already taken" not in str(error):
             raise
         raise ConfigError(
-            f"there is an actor {name!r} already: the model is registered with another backend of this process. "
-            "Use that backend, close it first, or give the model another name"
+            f"there is an actor {name!r} already: a model of this project and name is registered with another backend "
+            "of this process, or under another base path. Use that one, close its backend, or take another name"
         ) from error
 
 
-def require(asked: Mapping[str, Mapping[str, float]]) -> None:
-    """Checks that the cluster as a whole has what the actors ask for.
+def require(asked: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    """Checks that each actor fits on some node, beside those that were fitted before it.
 
     Args:
         asked: for each actor's name, its resources, such as `{"CPU": 1, "GPU": 1}`.
 
+    Returns:
+        The address of a node for each actor. Ray may choose another one.
+
     Raises:
-        ResourcesError: says for each resource how much is asked for, present and missing, and by whom.
+        ResourcesError: says for each resource how much is asked for, present and missing, and by whom; or which actor
+            fits on no single node.
     """
-    present = ray.cluster_resources()
-    total: dict[str, float] = {}
+    nodes = {node["NodeManagerAddress"]: dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
+    _require_sum(asked, nodes)
+    placed_on: dict[str, str] = {}
+    for name, resources in sorted(asked.items(), key=lambda item: -sum(item[1].values())):
+        for address, free in nodes.items():
+            if all(free.get(resource, 0) >= amount for resource, amount in resources.items()):
+                for resource, amount in resources.items():
+                    free[resource] -= amount
+                placed_on[name] = address
+                break
+        else:
+            left = "; ".join(f"{address}: {_shown(free)}" for address, free in nodes.items())
+            raise ResourcesError(
+                f"{name} asks for {_shown(resources)} on one node, and no node has that left beside the other actors "
+                f"({left}). Add a larger node, or ask for less per actor (ServingConfig(tensor_parallel=…))."
+            )
+    return placed_on
+
+
+def _require_sum(asked: Mapping[str, Mapping[str, float]], nodes: Mapping[str, Mapping[str, float]]) -> None:
+    present, total = Counter[str](), Counter[str]()
+    for resources in nodes.values():
+        present.update(resources)
     for resources in asked.values():
-        for resource, amount in resources.items():
-            total[resource] = total.get(resource, 0) + amount
-    short = {name: amount for name, amount in total.items() if amount > present.get(name, 0)}
+        total.update(resources)
+    short = {name: amount for name, amount in total.items() if amount > present[name]}
     if not short:
         return
     lines = [
-        f"  {name}: asked {amount:g}, present {present.get(name, 0):g}, missing {amount - present.get(name, 0):g} "
+        f"  {name}: asked {amount:g}, present {present[name]:g}, missing {amount - present[name]:g} "
         f"({', '.join(f'{who} {r[name]:g}' for who, r in asked.items() if name in r)})"
         for name, amount in short.items()
     ]
     raise ResourcesError(
         "the cluster cannot hold the actors:\n"
         + "\n".join(lines)
-        + "\nAdd nodes, or ask for less (RayBackend(serving=ServingConfig(replicas=…, tensor_parallel=…)))."
+        + "\nAdd nodes, or ask for fewer ranks (TrainerConfig) or devices (ServingConfig), where that is more than one."
     )
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {resources.get(name, 0):g}" for name in ("CPU", "GPU") if name in resources)

@@ -36,6 +36,8 @@ class TrainRequest:
     """References to trajectory groups, in order."""
     config: TrainConfig
     fetch_timeout_s: float
+    request_id: str
+    """Kept with the step: another call for the same step is refused."""
     supervised: bool = False
     """Whether the groups' answers are examples to imitate, instead of attempts to compare."""
 
@@ -80,6 +82,10 @@ class TrainerActor:
         """Returns how far the current train call is, as the trainer last reported it."""
         return self._progress
 
+    async def step(self) -> int | None:
+        """Returns the step of the newest commit, at once; None before `start`."""
+        return self._trainer.step if self._trainer is not None else None
+
     async def adapter(self, step: int) -> AdapterVersion:
         """Returns the adapter of a committed step, as the serving actors take it."""
         path = step_dir(self._spec.checkpoints_dir, step)
@@ -90,10 +96,11 @@ class TrainerActor:
         what = f"the {len(request.groups)} trajectory groups of step {request.step}"
         groups = calls.fetch(list(request.groups), what, request.fetch_timeout_s)
         trainer = self._made()
+        how: dict[str, Any] = {"progress": self._report, "request_id": request.request_id}
         if request.supervised:
             trajectories = [trajectory for group in groups for trajectory in group]
-            return trainer.sft(trajectories, request.config, request.step, progress=self._report)
-        return trainer.train(groups, request.config, request.step, progress=self._report)
+            return trainer.sft(trajectories, request.config, request.step, **how)
+        return trainer.train(groups, request.config, request.step, **how)
 
     def _report(self, progress: Mapping[str, Any]) -> None:
         self._progress = dict(progress)

@@ -15,7 +15,7 @@ from art_ray.actors import calls
 from art_ray.actors.deadlines import Deadlines
 from art_ray.actors.placement import Placed, placed
 from art_ray.actors.trainer_actor import TrainerActor, TrainRequest
-from art_ray.errors import ActorDiedError, ArtRayError, ResourcesError
+from art_ray.errors import ActorDiedError, ArtRayError, DeadlineError, ResourcesError
 from art_ray.training.config import RankSettings, TrainerSpec
 
 __all__ = ["TrainerGroup"]
@@ -101,18 +101,26 @@ class TrainerGroup:
             DeadlineError: no progress for too long.
             ArtRayError: what the trainer raised.
         """
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, ATTEMPTS):
             try:
                 return await self._train(request, report)
-            except ActorDiedError as error:
-                if attempt == ATTEMPTS:
-                    raise
+            except (ActorDiedError, DeadlineError) as error:
+                # One that stands still is lost as well: its thread would keep whoever comes next waiting.
                 logger.warning(
-                    "a trainer died in step %d (attempt %d of %d): %s. Starting again from the newest checkpoint.",
+                    "a trainer was lost in step %d (attempt %d of %d): %s. Starting again from the newest checkpoint.",
                     request.step + 1, attempt, ATTEMPTS, error,
                 )  # fmt: skip
                 await self._replace()
-        raise AssertionError("unreachable")
+        return await self._train(request, report)
+
+    async def ensure(self) -> int:
+        """Returns the step of the newest commit, once the actors are replaced where the first one is gone."""
+        try:
+            first = self._ranks[0]
+            wait = first.wait("step", "a sign of life", self._deadlines.check_s)
+            return int(await calls.answer(first.handle.step.remote(), wait))
+        except (IndexError, ActorDiedError):
+            return await self._replace()
 
     def adapter(self, step: int) -> Any:
         """Returns a reference to the adapter of a committed step."""
@@ -128,6 +136,7 @@ class TrainerGroup:
             self._together = None
 
     async def _train(self, request: TrainRequest, report: Callable[[Any], None]) -> dict[str, float]:
+        await self.ensure()
         first = self._ranks[0]
         alive = first.wait("progress", "a sign of life", self._deadlines.standstill_s)
 
@@ -149,7 +158,7 @@ class TrainerGroup:
             raise failure
         return cast(dict[str, float], results[0])
 
-    async def _replace(self) -> None:
+    async def _replace(self) -> int:
         self.stop()
         await self.place()
-        await self.start()
+        return await self.start()

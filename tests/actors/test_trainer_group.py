@@ -40,8 +40,9 @@ def spec(tiny, folder, ranks: int = 1) -> TrainerSpec:
     )
 
 
-def request(step: int, groups) -> TrainRequest:
-    return TrainRequest(step, tuple(ray.put(group) for group in groups), CONFIG, fetch_timeout_s=60)
+def request(step: int, groups, request_id: str = "train-1") -> TrainRequest:
+    refs = tuple(ray.put(group) for group in groups)
+    return TrainRequest(step, refs, CONFIG, fetch_timeout_s=60, request_id=request_id)
 
 
 def weights(folder, step: int) -> dict:
@@ -97,6 +98,8 @@ async def test_a_trainer_that_dies_in_a_step_is_replaced_and_the_step_counts_onc
         metrics = await group.train(request(1, batches[1]), lambda _: None)
         # The same request again finds the step taken.
         assert await group.train(request(1, batches[1]), lambda _: None) == metrics
+        with pytest.raises(TrainingError, match="another call"):
+            await group.train(request(1, batches[0], "train-2"), lambda _: None)
         with pytest.raises(TrainingError, match="from step 5"):
             await group.train(request(5, batches[1]), lambda _: None)
     finally:

@@ -1,5 +1,6 @@
 """The driver killed or interrupted: nothing of ours survives it, and the same script goes on where it stood."""
 
+import json
 import random
 import signal
 import time
@@ -51,6 +52,8 @@ def test_a_driver_ended_at_any_moment_leaves_nothing_behind_and_resumes(tmp_path
         driver.end_all()
     assert f"registered at step {reached}" in output
     assert checkpoint.newest_step(checkpoints) == STEPS
+    lines = [json.loads(line) for line in (checkpoints.parent / "history.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, STEPS + 1))
 
 
 def _let_pass(seconds: float) -> None:
