@@ -35,7 +35,6 @@ __all__ = [
     "commit",
     "copy_as_step",
     "delete_all_but",
-    "list_steps",
     "newest_step",
     "read_manifest",
     "step_dir",
@@ -83,25 +82,10 @@ def step_dir(checkpoints_dir: Path, step: int) -> Path:
     return Path(checkpoints_dir) / f"{step:04d}"
 
 
-def list_steps(checkpoints_dir: Path) -> list[int]:
-    """Returns the steps of all complete checkpoints, in rising order; empty where there is no directory.
-
-    Complete means: a valid manifest, and every file that it lists present with its size. `verify` reads the hashes too.
-
-    Raises:
-        CheckpointError: one of them is of a newer format.
-    """
-    try:
-        names = os.listdir(checkpoints_dir)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(
-        int(name) for name in names if _STEP_NAME.fullmatch(name) and _is_complete(checkpoints_dir, int(name))
-    )
-
-
 def newest_step(checkpoints_dir: Path) -> int | None:
     """Returns the highest step with a complete checkpoint, or None.
+
+    Complete means: a valid manifest, and every file that it lists present with its size. `verify` reads the hashes too.
 
     Raises:
         CheckpointError: a step above it is of a newer format.
@@ -311,7 +295,7 @@ def delete_all_but(checkpoints_dir: Path, steps_to_keep: Collection[int]) -> lis
 
 
 def sweep(checkpoints_dir: Path) -> None:
-    """Deletes what writers that were killed left under temporary names. For the one trainer that writes here."""
+    """Deletes what writers that were killed left under temporary names. For the trainer that holds the lock."""
     for path in Path(checkpoints_dir).glob(f"{_TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -62,7 +62,11 @@ def _refuse_what_is_not_served(values: dict[str, Any]) -> None:
 
 
 class TrainerConfig(FrozenConfig):
-    """How a trainer computes. Nothing here changes what is learned, but for `seed`, `weight_decay` and the betas."""
+    """How a trainer computes.
+
+    What is learned depends on `seed`, `weight_decay`, the betas and `adam_epsilon`, and, through rounding, on `dtype`;
+    on nothing else here.
+    """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the base model's weights and activations; adapter and optimizer are always float32. auto: bfloat16 on CUDA; on
@@ -79,8 +83,11 @@ class TrainerConfig(FrozenConfig):
     weight_decay: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
     """AdamW's decoupled weight decay."""
     adam_beta1: float = pydantic.Field(default=0.9, ge=0, lt=1)
+    """How much of AdamW's mean of the gradient is kept at each step."""
     adam_beta2: float = pydantic.Field(default=0.99, ge=0, lt=1)
+    """How much of its mean of the squared gradient is kept."""
     adam_epsilon: float = pydantic.Field(default=1e-8, gt=0)
+    """Added to the root of that mean: gradients far below it move the weights in proportion to themselves."""
     ranks: int = pydantic.Field(default=1, ge=1)
     """Trainer processes that share the rows of a step."""
     num_threads: int | None = pydantic.Field(default=None, ge=1)

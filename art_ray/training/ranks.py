@@ -13,7 +13,7 @@ from torch import Tensor
 from art_ray.errors import ArtRayError, TrainingError
 from art_ray.training.config import RankSettings
 
-__all__ = ["Ranks", "served_store"]
+__all__ = ["Ranks", "open_group", "served_store"]
 
 T = TypeVar("T")
 
@@ -29,19 +29,7 @@ class Ranks:
         self._device = device
         if self.world_size == 1:
             return
-        timeout = datetime.timedelta(seconds=timeout_s)
-        try:
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                **_meeting(str(place.init_method), timeout),
-                rank=place.rank,
-                world_size=place.world_size,
-                timeout=timeout,
-            )
-        except (RuntimeError, ValueError) as error:  # DistError and its kin are RuntimeErrors
-            raise TrainingError(
-                f"rank {place.rank} of {place.world_size} did not find the others at {place.init_method}: {error}"
-            ) from error
+        open_group(place, device, timeout_s)
 
     @property
     def is_first(self) -> bool:
@@ -49,7 +37,7 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, tensors: Iterable[Tensor]) -> None:
-        """Replaces each tensor by its sum over all ranks, in one message; all of one dtype."""
+        """Replaces each tensor by its sum over all ranks, in one message; all of one dtype and device."""
         tensors = list(tensors)
         if self.world_size == 1 or not tensors:
             return
@@ -100,6 +88,27 @@ class Ranks:
             raise TrainingError(
                 f"rank {self.rank} of {self.world_size} lost the others in {what}; a rank died or is stuck: {error}"
             ) from error
+
+
+def open_group(place: RankSettings, device: torch.device, timeout_s: float) -> None:
+    """Joins the group of ranks, through which tensors of the CPU travel as well as those of `device`.
+
+    Raises:
+        TrainingError: the others were not found in time.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            **_meeting(str(place.init_method), timeout),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
+    except (RuntimeError, ValueError) as error:  # DistError and its kin are RuntimeErrors
+        raise TrainingError(
+            f"rank {place.rank} of {place.world_size} did not find the others at {place.init_method}: {error}"
+        ) from error
 
 
 def served_store(host: str) -> dist.TCPStore:

@@ -19,6 +19,7 @@ from art_ray.errors import CheckpointError, TrainingError
 from art_ray.training import checkpoint
 from art_ray.training.advantages import StepSamples, collect, collect_supervised
 from art_ray.training.config import TrainerSpec
+from art_ray.training.lock import WriterLock
 from art_ray.training.optimizer import Optimizer
 from art_ray.training.packing import TrainingBatch, pack
 from art_ray.training.policy import ADAPTER_FILE, Policy
@@ -39,6 +40,11 @@ class Trainer:
     """Owns the weights of one policy. Resumes from the newest complete checkpoint, or writes step 0.
 
     With several ranks every rank holds one `Trainer` and makes the same calls; the first one reads and writes.
+    A directory has one trainer at a time: the first rank holds its lock until `close`, or until it is gone.
+
+    Raises:
+        UnknownBaseModelError, UnsupportedLoraError: what was asked for cannot be trained.
+        CheckpointError: another trainer works in the directory, or its newest checkpoint cannot be gone on from.
     """
 
     def __init__(self, spec: TrainerSpec) -> None:
@@ -52,7 +58,13 @@ class Trainer:
         self._is_torn = False  # whether memory may be ahead of the checkpoint, after a step that failed halfway
         self.step = 0
         """The step of the weights in memory, which is the newest committed one."""
-        self._resume()
+        self._lock: WriterLock | None = None
+        try:
+            self._ranks.on_first(self._take_lock)
+            self._resume()
+        except BaseException:
+            self.close()  # an error is kept with its frames, and they with this object: another try would wait for it
+            raise
 
     # ---- the algorithm ------------------------------------------------------------------------------------------
 
@@ -166,7 +178,9 @@ class Trainer:
             self._policy.model.train()
 
     def close(self) -> None:
-        """Leaves the group of ranks."""
+        """Leaves the group of ranks, and the checkpoint directory to another trainer. It trains no more."""
+        if self._lock is not None:
+            self._lock.release()
         self._ranks.close()
 
     def _batches(self, samples: Sequence[TrainingSample], num_steps: int) -> list[TrainingBatch]:
@@ -249,6 +263,9 @@ class Trainer:
             )
         )
         return _metrics_for(manifest, request_id)
+
+    def _take_lock(self) -> None:
+        self._lock = WriterLock(self.spec.checkpoints_dir)
 
     def _resume(self) -> None:
         """Brings memory to the newest complete checkpoint; commits step 0 where there is none."""

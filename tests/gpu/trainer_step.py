@@ -18,10 +18,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from art_ray.training.config import LoraSettings, TrainerConfig, TrainerSpec
+from art_ray.training.config import LoraSettings, RankSettings, TrainerConfig, TrainerSpec
 from art_ray.training.packing import TrainingBatch, pack
 from art_ray.training.policy import Policy
+from art_ray.training.ranks import open_group
 from art_ray.training.trainer import Trainer
 from art_ray.types import TrainConfig
 from tests.small_models import Kind, save_random_model, tiny_config
@@ -87,6 +89,7 @@ def resumption(folder: Path) -> None:
         step(straight, number)
     for number in range(2):
         step(first, number)
+    first.close()
     step(trainer("halves"), 2)
     one, other = (folder / name / "0003" / "adapter_model.safetensors" for name in ("straight", "halves"))
     from safetensors.torch import load_file
@@ -95,6 +98,25 @@ def resumption(folder: Path) -> None:
     difference = max(float((weights[name] - same[name]).abs().max()) for name in weights)
     # Sums on a GPU have no fixed order, so that equality to the bit is asked of the CPU alone.
     check("train 3 against train 2, resume, train 1: adapter", difference, 1e-5 if ON_GPU else 1e-30)
+
+
+def group_of_ranks(folder: Path) -> None:
+    """What `Ranks` sends: tensors of the device, tensors and objects of the CPU, through one group (of one)."""
+    device = torch.device(DEVICE)
+    open_group(RankSettings(init_method=f"file://{folder / 'meeting'}"), device, 60.0)
+    try:
+        for where in {torch.device("cpu"), device}:
+            numbers = torch.arange(3.0, dtype=torch.float64, device=where)
+            dist.all_reduce(numbers)
+            check(f"sum over the ranks, {where.type}", float((numbers.cpu() - torch.arange(3.0)).abs().max()), 1e-30)
+        box = [{"step": 3}]
+        dist.broadcast_object_list(box, src=0, device=device)
+        gathered: list[object] = [None]
+        dist.all_gather_object(gathered, torch.ones(2))
+        check("an object to all ranks", float(box != [{"step": 3}]), 1e-30)
+        check("objects of all ranks", float((gathered[0] - torch.ones(2)).abs().max()), 1e-30)  # type: ignore[operator]
+    finally:
+        dist.destroy_process_group()
 
 
 def seconds_of(work: Callable[[], object], repetitions: int) -> float:
@@ -171,6 +193,7 @@ def main() -> None:
         exactness(folder / "float32", "float32", 1e-4, 1e-5)
         exactness(folder / "bfloat16", "bfloat16", 0.5, 0.1)
         resumption(folder)
+        group_of_ranks(folder)
         throughput(folder)
     print(f"\n{len(failures)} of the checks failed; {time.monotonic() - started:.0f} s")
     sys.exit(1 if failures else 0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from openai.types.chat.chat_completion import Choice
 
+from art_ray.training import checkpoint
 from art_ray.training.samples import TrainingSample
 from art_ray.trajectories import Trajectory, TrajectoryGroup
 
@@ -78,3 +80,9 @@ def sample(tokens: Sequence[int], trained: Sequence[int], advantage: float = 1.0
         advantage=advantage,
         **more,
     )
+
+
+def complete_steps(checkpoints_dir: Path) -> list[int]:
+    """The steps in a checkpoint directory, each read against its hashes."""
+    steps = sorted(int(path.name) for path in checkpoints_dir.glob("[0-9]*"))
+    return [checkpoint.verify(checkpoints_dir, step).step for step in steps]

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from art_ray.training import checkpoint
 from art_ray.training.config import LoraSettings, RankSettings, TrainerConfig, TrainerSpec
+from tests.training.made import complete_steps
 
 
 def run(
@@ -78,7 +79,7 @@ def test_ranks_sum_to_the_gradient_of_one_and_agree_on_every_metric(tiny_model, 
     losses = [[line.split("loss")[1] for line in output.splitlines() if "loss" in line] for _, output in results]
     assert losses[0]
     assert all(other == losses[0] for other in losses)
-    assert checkpoint.list_steps(directory) == [0, 1, 2, 3]
+    assert complete_steps(directory) == [0, 1, 2, 3]
 
     # AdamW's first moment after one step is a tenth of the gradient.
     gradient = flat(alone, 1, "optimizer.safetensors", ".exp_avg")
@@ -95,7 +96,7 @@ def test_checkpoints_of_one_rank_are_resumed_by_two(tiny_model, tmp_path):
     assert run(tiny_model, directory, 1)[0][0] == 0
     results = run(tiny_model, directory, 2)
     assert [code for code, _ in results] == [0, 0], results
-    assert checkpoint.list_steps(directory) == [0, 1, 2, 3, 4, 5, 6]
+    assert complete_steps(directory) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_an_error_of_the_first_rank_that_is_none_of_ours_reaches_all_of_them_at_once(tiny_model, tmp_path):
@@ -110,4 +111,4 @@ def test_a_rank_that_dies_is_a_training_error_of_the_others_and_the_step_is_not_
     assert dead[0] == -9
     assert survivor[0] == 3, survivor
     assert "TrainingError: rank 0 of 2 lost the others" in survivor[1]
-    assert checkpoint.list_steps(directory) == [0]
+    assert complete_steps(directory) == [0]

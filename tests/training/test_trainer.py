@@ -25,10 +25,11 @@ from art_ray.errors import (
 )
 from art_ray.training import checkpoint
 from art_ray.training.config import LoraSettings, TrainerConfig, TrainerSpec
+from art_ray.training.lock import LOCK_FILE
 from art_ray.training.trainer import Trainer
 from art_ray.trajectories import TrajectoryGroup
 from art_ray.types import Outcome, TrainConfig
-from tests.training.made import random_groups, sample, trajectory
+from tests.training.made import complete_steps, random_groups, sample, trajectory
 
 CONFIG = TrainConfig(learning_rate=1e-2)
 METRICS = (
@@ -68,7 +69,7 @@ def difference(directory: Path, other: Path, step: int = 1) -> float:
 def test_a_new_trainer_commits_step_0_which_is_the_base_model(tiny_model, tmp_path):
     trainer = Trainer(spec(tiny_model, tmp_path))
     assert trainer.step == 0
-    assert checkpoint.list_steps(tmp_path) == [0]
+    assert complete_steps(tmp_path) == [0]
     assert checkpoint.verify(tmp_path, 0).base_model == str(tiny_model)
     assert all(not value.any() for name, value in adapter(tmp_path, 0).items() if "lora_B" in name)
 
@@ -144,9 +145,11 @@ def test_a_step_that_is_committed_is_not_taken_again_and_leaves_the_state_right(
     metrics = trainer.train(groups(0), CONFIG, 0)
     kept = adapter(tmp_path, 1)
     assert trainer.train(groups(5), CONFIG, 0) == metrics
-    assert Trainer(spec(tiny_model, tmp_path)).train(groups(5), CONFIG, 0) == metrics
-    assert trainer.step == 1
-    trainer.train(groups(1), CONFIG, 1)
+    trainer.close()
+    again = Trainer(spec(tiny_model, tmp_path))
+    assert again.train(groups(5), CONFIG, 0) == metrics
+    assert again.step == 1
+    again.train(groups(1), CONFIG, 1)
     assert all(torch.equal(kept[name], value) for name, value in adapter(tmp_path, 1).items())
 
 
@@ -210,19 +213,21 @@ def test_nothing_to_learn_advances_by_a_copy_and_one_warning_that_counts_the_rea
     assert trainer.step == 2
     one, two = adapter(tmp_path, 1), adapter(tmp_path, 2)
     assert all(torch.equal(one[name], two[name]) for name in one)
+    trainer.close()
     assert Trainer(spec(tiny_model, tmp_path)).step == 2
 
 
 def test_a_non_finite_gradient_skips_the_update_and_is_an_error_the_third_time(tiny_model, tmp_path):
     trainer = Trainer(spec(tiny_model, tmp_path))
     broken = TrajectoryGroup(
-        [trajectory([1, 2], [3], 1.0, logprobs=[-math.inf]), trajectory([1, 2], [4], 0.0, logprobs=[-math.inf])]
+        [trajectory([1, 2], [3], 1.0, logprobs=[-1e5]), trajectory([1, 2], [4], 0.0, logprobs=[-1e5])]
     )
     config = CONFIG.updated({"epsilon_high": 1e38, "truncated_importance_sampling": 1e38})
     for step in range(2):
         metrics = trainer.train([broken], config, step)
         assert metrics["updates_skipped"] == 1
     assert all(not value.any() for name, value in adapter(tmp_path, 2).items() if "lora_B" in name)
+    trainer.close()
     with pytest.raises(NonFiniteError, match="3 times in a row"):
         Trainer(spec(tiny_model, tmp_path)).train([broken], config, 2)
 
@@ -317,7 +322,7 @@ def test_an_unknown_base_model_is_an_error_that_says_what_was_tried(base_model, 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(UnknownBaseModelError, match=message):
         Trainer(spec(Path("x"), tmp_path).updated({"base_model": base_model}))
-    assert checkpoint.list_steps(tmp_path) == []
+    assert complete_steps(tmp_path) == []
 
 
 def test_a_lora_target_that_the_base_model_lacks_is_refused_with_the_nearest(tiny_model, tmp_path):
@@ -336,11 +341,12 @@ def test_other_lora_settings_than_the_checkpoints_are_refused(tiny_model, tmp_pa
 def test_the_trainer_resumes_from_an_older_checkpoint_when_the_newest_is_incomplete(tiny_model, tmp_path):
     trainer = Trainer(spec(tiny_model, tmp_path))
     trainer.train(groups(0), CONFIG, 0)
+    trainer.close()
     (tmp_path / "0001/optimizer.safetensors").unlink()
     again = Trainer(spec(tiny_model, tmp_path))
     assert again.step == 0
     again.train(groups(0), CONFIG, 0)
-    assert checkpoint.list_steps(tmp_path) == [0, 1]
+    assert complete_steps(tmp_path) == [0, 1]
 
 
 def test_a_full_disk_is_an_error_and_the_step_can_be_repeated(tiny_model, tmp_path, monkeypatch):
@@ -353,7 +359,7 @@ def test_a_full_disk_is_an_error_and_the_step_can_be_repeated(tiny_model, tmp_pa
         patch.setattr(os, "rename", no_space)
         with pytest.raises(CheckpointError, match="No space"):
             trainer.train(groups(0), CONFIG, 0)
-    assert [p.name for p in tmp_path.iterdir()] == ["0000"]
+    assert {p.name for p in tmp_path.iterdir()} == {"0000", LOCK_FILE}
     expected = Trainer(spec(tiny_model, tmp_path / "other"))
     expected.train(groups(0), CONFIG, 0)
     trainer.train(groups(0), CONFIG, 0)
