@@ -25,10 +25,12 @@
     └── ActorError (RuntimeError)           a call to an actor failed
         └── ActorDiedError                  the actor, or its node, is gone
 
-Each takes one message and pickles, so that it crosses process boundaries unchanged.
+Each takes one message and pickles with all that it carries, so that it crosses process boundaries unchanged.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 __all__ = [
     "ActorDiedError",
@@ -65,6 +67,12 @@ class ArtRayError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind, arguments, *_ = super().__reduce__()
+        # An OSError keeps these beside its attributes, and forgets them where it was made of one text.
+        of_disk = {name: getattr(self, name, None) for name in ("errno", "strerror", "filename", "filename2")}
+        return kind, arguments, {**self.__dict__, **{k: v for k, v in of_disk.items() if v is not None}}
 
 
 class ConfigError(ArtRayError, ValueError):

@@ -1,3 +1,4 @@
+import copy
 import inspect
 import pickle
 import re
@@ -37,10 +38,26 @@ def test_every_error_is_public():
 def test_each_error_crosses_a_process_boundary_unchanged(kind):
     error = kind("what was tried, what was found")
     error.__cause__ = ValueError("not carried")
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is kind
-    assert str(copy) == copy.message == "what was tried, what was found"
-    assert copy.args == error.args
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == again.message == "what was tried, what was found"
+    assert again.args == error.args
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
+@pytest.mark.parametrize("kind", ALL)
+def test_what_an_error_carries_beside_its_message_crosses_too(kind, copied):
+    error = kind("the disk is full")
+    error.add_note("in step 3")
+    carried = {"node": "a"}
+    if issubclass(kind, OSError):
+        carried |= {"errno": 28, "strerror": "No space left", "filename": "/data/a", "filename2": "/data/b"}
+    for name, value in carried.items():
+        setattr(error, name, value)
+    again = copied(error)
+    assert {name: getattr(again, name) for name in carried} == carried
+    assert again.__notes__ == ["in step 3"]
+    assert str(again) == "the disk is full"
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -49,7 +66,7 @@ def test_each_error_is_caught_by_the_root(kind):
     assert kind.__doc__
 
 
-def test_an_error_of_the_disk_still_knows_no_errno():
+def test_an_error_of_the_disk_takes_one_text():
     """OSError makes another type of itself from (errno, text); ours takes one text."""
     error = errors.LedgerWriteError("disk full: /data")
     assert isinstance(error, OSError)
