@@ -106,11 +106,7 @@ class TrainerGroup:
                 return await self._train(request, report)
             except (ActorDiedError, DeadlineError) as error:
                 # One that stands still is lost as well: its thread would keep whoever comes next waiting.
-                logger.warning(
-                    "a trainer was lost in step %d (attempt %d of %d): %s. Starting again from the newest checkpoint.",
-                    request.step + 1, attempt, ATTEMPTS, error,
-                )  # fmt: skip
-                await self._replace()
+                await self._replace(f"lost in step {request.step + 1} (attempt {attempt} of {ATTEMPTS}): {error}")
         return await self._train(request, report)
 
     async def ensure(self) -> int:
@@ -119,8 +115,8 @@ class TrainerGroup:
             first = self._ranks[0]
             wait = first.wait("step", "a sign of life", self._deadlines.check_s)
             return int(await calls.answer(first.handle.step.remote(), wait))
-        except (IndexError, ActorDiedError):
-            return await self._replace()
+        except (IndexError, ActorDiedError) as error:
+            return await self._replace(f"gone: {error}")
 
     def adapter(self, step: int) -> Any:
         """Returns a reference to the adapter of a committed step."""
@@ -158,7 +154,8 @@ class TrainerGroup:
             raise failure
         return cast(dict[str, float], results[0])
 
-    async def _replace(self) -> int:
+    async def _replace(self, why: str) -> int:
+        logger.warning("trainer %s was %s. Starting again from the newest checkpoint.", self._name, why)
         self.stop()
         await self.place()
         return await self.start()
