@@ -162,10 +162,9 @@ class RayBackend:
         return running.endpoint.base_url, running.key
 
     async def _get_step(self, model: TrainableModel) -> int:
-        """Returns the newest complete checkpoint's step: the trainer's word while it runs, otherwise the disk's."""
-        if (running := self._models.get(_key(model))) is not None:
-            return running.step
-        return checkpoint.newest_step(self._checkpoints_dir(model)) or 0
+        """Returns the newest complete checkpoint's step, as it lies on disk or as the trainer said last."""
+        running = self._models.get(_key(model))
+        return max(checkpoint.newest_step(self._checkpoints_dir(model)) or 0, running.step if running else 0)
 
     async def _get_committed(self, model: TrainableModel) -> CommittedStep | None:
         """Returns the newest step with its metrics, from its manifest."""
