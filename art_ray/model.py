@@ -24,6 +24,7 @@ from art_ray.ledger.history import History
 from art_ray.ledger.ledger import LedgerConfig
 from art_ray.ledger.paths import model_dir, validate_part
 from art_ray.ledger.port import InProcessLedger, LedgerPort
+from art_ray.ledger.reporters import checked_reporters
 from art_ray.trajectories import Trajectory, TrajectoryGroup, as_groups
 from art_ray.types import TrainConfig, TrainResult, nearest
 
@@ -61,11 +62,12 @@ class Model(pydantic.BaseModel):
     _client_made_for: tuple[Any, ...] = pydantic.PrivateAttr(default=())
 
     def __init__(self, **values: Any) -> None:
-        # Not left to pydantic alone: it would wrap the error in its own.
+        # Not left to pydantic alone: it would wrap the errors in its own.
         for part in ("project", "name"):
             if part in values:
                 validate_part(part, values[part])
         super().__init__(**values)
+        checked_reporters(self.report_metrics)
 
     @pydantic.field_validator("name", "project")
     @classmethod

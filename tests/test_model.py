@@ -99,6 +99,11 @@ def test_a_name_that_is_no_path_part_is_refused_when_the_model_is_made_or_change
     assert not list(tmp_path.iterdir())
 
 
+def test_an_unknown_reporter_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="Known reporters: tensorboard, wandb"):
+        art_ray.Model(name="m", project="p", report_metrics=["wandbb"])
+
+
 async def test_a_split_that_is_no_path_part_is_refused_before_anything_is_written(tmp_path):
     model = art_ray.Model(name="m", project="p", base_path=str(tmp_path), report_metrics=[])
     with pytest.raises(InvalidNameError, match="split"):
