@@ -9,6 +9,7 @@ their start was in. Standard library only: it starts in a few hundredths of a se
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import select
@@ -25,23 +26,37 @@ __all__ = ["TAG", "Guard", "sweep"]
 TAG = "ART_RAY_ENGINE_RUN"
 """Environment variable that names the engine's run which a process belongs to."""
 SHARED_MEMORY = Path("/dev/shm")
+START_S = 30.0
+"""How long the guard's process may take to start."""
+KILL_S = 15.0
+"""How long a killed process may take to vanish. One that waits for a device cannot be killed."""
 _PREFIX = "art_ray-"
+_LOCK = "lock"
 _SEGMENTS = "segments"
 _TRACKER = b"from multiprocessing.resource_tracker import main"
 """In the command line of Python's resource trackers."""
+_own: set[str] = set()
+"""Runs of this process, which its own locks do not keep it from."""
 
 
 class Guard:
     """One run's private directory in shared memory, and the process that watches over the run.
 
+    The owner holds a lock in the directory while it lives. Containers may share this memory without seeing each other's
+    processes: the lock, not the process id, says whether the owner is alive.
+
     Args:
         parent: where the private directory is made; shared memory unless a test says otherwise.
+
+    Raises:
+        ServingError: the guard's process did not start.
     """
 
     def __init__(self, parent: Path = SHARED_MEMORY) -> None:
         self.run = f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
         self.directory = parent / self.run
-        self.directory.mkdir(mode=0o700)
+        self._lock = _locked_directory(self.directory)
+        _own.add(self.run)
         starter = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, self.run, str(self.directory)],
             stdin=subprocess.PIPE,
@@ -51,9 +66,19 @@ class Guard:
         assert starter.stdin is not None
         assert starter.stdout is not None
         self._alive, self._ended = starter.stdin, starter.stdout
-        self.pid = int(self._ended.readline())
-        """Process id of the guard, which is no child of this process."""
-        starter.wait()
+        try:
+            self.pid = _told_pid(self._ended.fileno())
+            """Process id of the guard, which is no child of this process."""
+            starter.wait(START_S)
+        except (TimeoutError, ValueError, subprocess.TimeoutExpired) as error:
+            from art_ray.errors import ServingError  # not above: the script loads nothing of this package
+
+            starter.kill()
+            starter.wait()
+            self.end(0.0)
+            raise ServingError(
+                f"the process that watches over an engine did not start ({sys.executable} {__file__}): {error}"
+            ) from error
 
     def note_segments(self) -> None:
         """Writes down the shared memory that the run's processes have mapped, for `sweep`."""
@@ -68,6 +93,32 @@ class Guard:
             select.select([self._ended], [], [], timeout_s)  # the guard holds the other end until it is done
             self._ended.close()
         _end_run(self.directory)  # the guard may itself have been killed; doing its work twice does no harm
+        if self.run in _own:
+            _own.discard(self.run)
+            os.close(self._lock)
+
+
+def _locked_directory(directory: Path) -> int:
+    """Makes `directory`; returns the descriptor of a file in it, locked while this process keeps it open.
+
+    A lock of the process (POSIX), not of the open file (flock): children that are forked must not hold it further.
+    """
+    unnamed = directory.with_name(f".{directory.name}")  # `sweep` finds no directory before it is locked
+    unnamed.mkdir(mode=0o700)
+    descriptor = os.open(unnamed / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.rename(unnamed, directory)
+    return descriptor
+
+
+def _told_pid(descriptor: int) -> int:
+    """Returns the process id that the guard writes, in one piece, once it is there."""
+    if not select.select([descriptor], [], [], START_S)[0]:
+        raise TimeoutError(f"no answer within {START_S:g} s")
+    told = os.read(descriptor, 100)
+    if not told:
+        raise ValueError("it ended at once")
+    return int(told)
 
 
 def processes_of(run: str) -> dict[int, bytes]:
@@ -84,22 +135,26 @@ def processes_of(run: str) -> dict[int, bytes]:
     return found
 
 
-def kill_run(run: str) -> None:
+def kill_run(run: str, timeout_s: float | None = None) -> list[int]:
     """Kills every process of `run` until there is none, and removes the shared memory that they had mapped.
 
     Python's resource trackers stay, and the guards of runs within this one: they end by themselves, once the processes
-    that they serve are gone.
+    that they serve are gone. Returns the ids of the processes that are still there after `timeout_s` (`KILL_S`).
     """
+    deadline = time.monotonic() + (KILL_S if timeout_s is None else timeout_s)
     segments: set[Path] = set()
     spared = (_TRACKER, os.path.basename(__file__).encode())
     while pids := [pid for pid, command in processes_of(run).items() if not any(name in command for name in spared)]:
+        if time.monotonic() > deadline:
+            return sorted(pids)
         for pid in pids:
             segments |= _mapped(pid)
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)  # the kernel takes a moment to remove a killed process
     for segment in segments:
         segment.unlink(missing_ok=True)
+    return []
 
 
 def _mapped(pid: int) -> set[Path]:
@@ -114,21 +169,33 @@ def sweep(parent: Path = SHARED_MEMORY) -> list[str]:
     """Ends runs whose owner is dead and whose guard could not act, and returns their names."""
     swept = []
     for directory in parent.glob(f"{_PREFIX}*-*"):
-        owner = directory.name.removeprefix(_PREFIX).split("-")[0]
-        with contextlib.suppress(OSError):  # its own guard was quicker
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists() and directory.stat().st_uid == os.getuid():
-                _end_run(directory)
+        if directory.name in _own:
+            continue
+        # OSError: its own guard was quicker, it belongs to another user, or its owner holds the lock.
+        with contextlib.suppress(OSError), (directory / _LOCK).open("r+") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if directory.stat().st_uid == os.getuid() and _end_run(directory):
                 swept.append(directory.name)
     return swept
 
 
-def _end_run(directory: Path) -> None:
-    kill_run(directory.name)
+def _end_run(directory: Path) -> bool:
+    """Returns whether nothing of the run is left. Otherwise its directory stays, for a later `sweep`."""
+    if unkillable := kill_run(directory.name):
+        with contextlib.suppress(OSError):  # standard error may be closed by now
+            pids = ", ".join(map(str, unkillable))
+            print(f"art_ray: {directory.name}: cannot kill {pids}: do they wait for a device?", file=sys.stderr)
+        return False
     with contextlib.suppress(OSError):
         for name in (directory / _SEGMENTS).read_text().split():
             if name.startswith(f"{SHARED_MEMORY}/"):
                 Path(name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        # The lock goes last: without it nobody would finish what is interrupted here.
+        for path in [path for path in directory.iterdir() if path.name != _LOCK]:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     shutil.rmtree(directory, ignore_errors=True)
+    return True
 
 
 def _main() -> None:
