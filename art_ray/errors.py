@@ -30,8 +30,6 @@ Each takes one message and pickles with all that it carries, so that it crosses 
 
 from __future__ import annotations
 
-from typing import Any
-
 __all__ = [
     "ActorDiedError",
     "ActorError",
@@ -68,11 +66,10 @@ class ArtRayError(Exception):
     def __str__(self) -> str:
         return self.message
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        kind, arguments, *_ = super().__reduce__()
+    def __reduce__(self) -> tuple[object, ...]:
         # An OSError keeps these beside its attributes, and forgets them where it was made of one text.
         of_disk = {name: getattr(self, name, None) for name in ("errno", "strerror", "filename", "filename2")}
-        return kind, arguments, {**self.__dict__, **{k: v for k, v in of_disk.items() if v is not None}}
+        return type(self), self.args, {**self.__dict__, **{k: v for k, v in of_disk.items() if v is not None}}
 
 
 class ConfigError(ArtRayError, ValueError):
