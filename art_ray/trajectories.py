@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import operator
 import time
 import traceback as traceback_module
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
@@ -30,6 +31,7 @@ __all__ = [
     "as_groups",
     "as_number",
     "has_spread",
+    "mean_and_deviation",
     "messages_of",
 ]
 
@@ -64,18 +66,28 @@ def as_number(value: object) -> Any:
     return value
 
 
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of finite values and their population standard deviation; zeros where there are none.
+
+    In two passes: the mean of squares minus the square of the mean loses small spreads of large values. The values are
+    scaled by a power of two, which rounds nothing, so that no sum or square of them overflows.
+    """
+    if not values:
+        return 0.0, 0.0
+    exponent = math.frexp(max(map(abs, values)))[1]
+    scaled = [math.ldexp(value, -exponent) for value in values]
+    mean = math.fsum(scaled) / len(scaled)
+    deviation = math.hypot(*(value - mean for value in scaled)) / math.sqrt(len(scaled))
+    # No deviation is larger than the largest value; a rounded one of the largest doubles may be.
+    return math.ldexp(mean, exponent), math.ldexp(min(deviation, max(map(abs, scaled))), exponent)
+
+
 def has_spread(rewards: Sequence[float]) -> bool:
     """Returns whether finite rewards differ by more than residue of floating point.
 
     They do where their population standard deviation is above 1e-9 of the largest magnitude among them.
     """
-    if len(rewards) < 2:
-        return False
-    if max(map(abs, rewards)) > 1e300:
-        rewards = [math.ldexp(reward, -64) for reward in rewards]  # no sum or square of them overflows
-    mean = math.fsum(rewards) / len(rewards)
-    deviation = math.hypot(*(reward - mean for reward in rewards)) / math.sqrt(len(rewards))
-    return deviation > 1e-9 * max(map(abs, rewards))
+    return len(rewards) >= 2 and mean_and_deviation(rewards)[1] > 1e-9 * max(map(abs, rewards))
 
 
 Number: TypeAlias = Annotated[float | int | bool, pydantic.BeforeValidator(as_number)]
@@ -104,8 +116,17 @@ class Sampling:
 
     @classmethod
     def of(cls, choice: Choice) -> Sampling | None:
-        """Returns what `choice` carries, or None where ids, log-probabilities or version are absent or disagree."""
-        extra = choice.model_extra or {}
+        """Returns what `choice` carries; None where ids, log-probabilities or version are absent, disagree or are odd.
+
+        Odd is what no engine of ours says (a negative id, a NaN, a text): it is a foreign server's own use of a name.
+        """
+        try:
+            return cls._of(choice, choice.model_extra or {})
+        except (AttributeError, OverflowError, TypeError, ValueError):
+            return None
+
+    @classmethod
+    def _of(cls, choice: Choice, extra: dict[str, Any]) -> Sampling | None:
         token_ids, prompt_token_ids = extra.get("token_ids"), extra.get("prompt_token_ids")
         version = extra.get("policy_version")
         content = choice.logprobs.content if choice.logprobs else None
@@ -115,17 +136,37 @@ class Sampling:
             token_ids = token_ids if None in named else named
         if token_ids is None or prompt_token_ids is None or version is None or content is None:
             return None
+        [version] = _integers([version], below=2**63)
         versions = extra.get("policy_versions") or [version] * len(token_ids)
         if not len(token_ids) == len(content) == len(versions):
             return None
+        temperature = extra.get("temperature")
         return cls(
-            prompt_token_ids=list(prompt_token_ids),
-            token_ids=list(token_ids),
-            logprobs=[token.logprob for token in content],
-            policy_versions=list(versions),
-            temperature=float(extra.get("temperature", 1.0)),
+            prompt_token_ids=_integers(prompt_token_ids, below=2**31),
+            token_ids=_integers(token_ids, below=2**31),
+            logprobs=[_finite(token.logprob) for token in content],
+            policy_versions=_integers(versions, below=2**63),
+            temperature=1.0 if temperature is None else _finite(temperature, at_least=0.0),
             restrictions=dict(extra.get("sampling_restrictions") or {}),
         )
+
+
+def _integers(values: Sequence[Any], below: int) -> list[int]:
+    """Returns the integers in `values`, or raises a `TypeError` or `ValueError` where one is none of 0 … below - 1."""
+    integers = list(map(operator.index, values))
+    if integers and not 0 <= min(integers) <= max(integers) < below:
+        raise ValueError(f"integers from 0 to {below - 1} expected")
+    return integers
+
+
+def _finite(value: Any, at_least: float = -math.inf) -> float:
+    """Returns a finite number as a float, or raises a `ValueError` or `TypeError` where `value` is none."""
+    number = as_number(value)
+    if isinstance(number, bool) or not (
+        isinstance(number, (int, float)) and math.isfinite(number) and number >= at_least
+    ):
+        raise ValueError(f"a finite number expected, got {number!r:.80}")
+    return float(number)
 
 
 def messages_of(items: MessagesAndChoices) -> Messages:

@@ -123,7 +123,8 @@ class Outcome(StrEnum):
     NO_SPREAD = "no_spread"
     """All rewards of its group are equal, so that there is nothing to prefer."""
     NO_LOGPROBS = "no_logprobs"
-    """It has no sampled token ids with log-probabilities, so that its tokens are not known exactly."""
+    """An answer in it lacks token ids with log-probabilities, or it has none, so that its tokens are not known exactly.
+    Logging, which knows no `TrainConfig`, says so of each such row, `allow_training_without_logprobs` or not."""
     RESTRICTED_SAMPLING = "restricted_sampling"
     """It was sampled with top-p, top-k, a penalty or temperature 0: the importance ratio is not defined."""
     TOO_LONG = "too_long"

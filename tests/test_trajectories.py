@@ -3,6 +3,7 @@ import copy
 import inspect
 import math
 import pickle
+import sys
 import warnings
 
 import numpy as np
@@ -20,6 +21,7 @@ from art_ray.trajectories import (
     Trajectory,
     TrajectoryGroup,
     as_groups,
+    mean_and_deviation,
 )
 
 PROMPT = {"role": "user", "content": "yes, no or maybe?"}
@@ -328,6 +330,67 @@ class TestSampling:
     )
     def test_without_all_of_it_or_when_the_parts_disagree_there_is_none(self, changed):
         assert Sampling.of(choice(**changed)) is None
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"temperature": -0.5},
+            {"temperature": math.nan},
+            {"temperature": math.inf},
+            {"temperature": "warm"},
+            {"temperature": True},
+            {"temperature": [1.0]},
+            {"token_ids": ["a", "b"]},
+            {"token_ids": [7.5, 8.0]},
+            {"token_ids": [7, -1]},
+            {"token_ids": [7, 2**31]},
+            {"token_ids": 3},
+            {"prompt_token_ids": "abc"},
+            {"prompt_token_ids": [None]},
+            {"policy_version": "two"},
+            {"policy_version": -1},
+            {"policy_version": "two", "policy_versions": [1, 1]},
+            {"policy_versions": ["a", "b"]},
+            {"policy_versions": 3},
+            {"sampling_restrictions": "top_p"},
+            {"logprobs": {"content": [{"token": t, "logprob": math.nan, "top_logprobs": []} for t in "ab"]}},
+            {"logprobs": {"content": [{"token": t, "logprob": -math.inf, "top_logprobs": []} for t in "ab"]}},
+        ],
+        ids=repr,
+    )
+    def test_what_no_engine_of_ours_says_is_none_and_no_error(self, changed):
+        assert Sampling.of(choice(**changed)) is None
+
+    def test_log_probabilities_that_the_client_did_not_check_are_none_if_they_are_no_numbers(self):
+        for odd in ("-0.5", None, {}):
+            answer = choice()
+            answer.logprobs.content[0].logprob = odd
+            assert Sampling.of(answer) is None
+        answer.logprobs = {"content": []}
+        assert Sampling.of(answer) is None
+
+    def test_a_temperature_of_null_is_the_default_one(self):
+        assert Sampling.of(choice(temperature=None)).temperature == 1.0
+        assert Sampling.of(choice(temperature=0)).temperature == 0.0
+
+
+class TestMeanAndDeviation:
+    @pytest.mark.parametrize(
+        ("values", "expected"),
+        [
+            ([], (0, 0)),
+            ([3.0], (3, 0)),
+            ([0, 0], (0, 0)),
+            ([1, 2, 3, 4], (2.5, math.sqrt(1.25))),
+            ([1e9, 1e9 + 1], (1e9 + 0.5, 0.5)),
+            ([1e200, -1e200], (0, 1e200)),
+            ([sys.float_info.max, -sys.float_info.max], (0, sys.float_info.max)),
+            ([sys.float_info.max] * 3, (sys.float_info.max, 0)),
+            ([5e-324 * 4, 0], (5e-324 * 2, 5e-324 * 2)),
+        ],
+    )
+    def test_it_is_exact_however_large_small_or_close_the_values_are(self, values, expected):
+        assert mean_and_deviation(values) == pytest.approx(expected, rel=1e-15, abs=0)
 
 
 class TestAsGroups:

@@ -9,7 +9,7 @@ from art_ray.errors import ConfigError, UnknownKeyError
 from art_ray.types import Outcome, TrainConfig, TrainResult, nearest
 
 
-def test_the_defaults_are_those_of_the_contract():
+def test_by_default_cispo_learns_at_5e_6_without_a_kl_term_in_one_optimizer_step():
     config = TrainConfig()
     assert (config.learning_rate, config.beta, config.loss) == (5e-6, 0.0, "cispo")
     assert (config.scale_rewards, config.optimizer_steps_per_train) == (True, 1)

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from art_ray.ledger.codec import shown
-from art_ray.trajectories import TrajectoryGroup, as_number
+from art_ray.trajectories import TrajectoryGroup, as_number, mean_and_deviation
 from art_ray.types import Outcome
 
 __all__ = ["BUILT_IN", "StepMetrics", "checked_metrics", "checked_number"]
@@ -36,15 +36,12 @@ def checked_number(value: object, where: str) -> float | int:
     if isinstance(number, float):
         return number
     if isinstance(number, int):
-        return number if abs(number) <= 2**53 else _as_float(number, where)
+        try:
+            float(number)
+        except OverflowError:
+            raise TypeError(f"{where} is an integer beyond the range of a double") from None
+        return number
     raise TypeError(f"{where} must be a number, got {shown(value)}")
-
-
-def _as_float(number: int, where: str) -> float:
-    try:
-        return float(number)
-    except OverflowError:
-        raise TypeError(f"{where} is an integer beyond the range of a double") from None
 
 
 def checked_metrics(metrics: object, where: str) -> dict[str, float | int]:
@@ -66,7 +63,7 @@ def checked_metrics(metrics: object, where: str) -> dict[str, float | int]:
 
 
 class StepMetrics:
-    """Takes the groups of one log call, one at a time, and gives the metrics of the contract's table.
+    """Takes the groups of one log call, one at a time, and gives the means that the history keeps.
 
     Kept per trajectory: one float per metric, so that means are sums rounded once (`math.fsum`).
     """
@@ -86,7 +83,7 @@ class StepMetrics:
         scored = [reward for reward, _ in rows if math.isfinite(reward)]
         self._rewards += scored
         if len(scored) >= 2:
-            self._spreads.append(_population_std(scored))
+            self._spreads.append(mean_and_deviation(scored)[1])
         for _, metrics in rows:
             for name, value in metrics.items():
                 self._custom[name].append(value)
@@ -130,12 +127,3 @@ def _mean(values: list[float]) -> float:
         return math.fsum(value / len(values) for value in values)
     except ValueError:  # both infinities are among them
         return math.nan
-
-
-def _population_std(values: list[float]) -> float:
-    """Population standard deviation in two passes: no cancellation where the values are large and close."""
-    if max(map(abs, values)) > 1e300:
-        values = [math.ldexp(value, -64) for value in values]  # a power of two: exact
-        return _population_std(values) * 2.0**64
-    mean = _mean(values)
-    return math.hypot(*(value - mean for value in values)) / math.sqrt(len(values))

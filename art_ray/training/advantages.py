@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from art_ray.training.samples import Answers, Refusal, TrainingSample, samples_of
-from art_ray.trajectories import Trajectory, TrajectoryGroup
+from art_ray.trajectories import Trajectory, TrajectoryGroup, has_spread, mean_and_deviation
 from art_ray.types import Outcome
 
 __all__ = ["StepSamples", "advantages", "collect", "collect_supervised", "spread"]
 
-_RELATIVE_FLOOR = 1e-9
-"""A spread below this share of the rewards' magnitude is residue of floating point, not a preference."""
 _EPSILON = 1e-6
 """Added to the spread before dividing by it."""
 
 
 def spread(rewards: Sequence[float]) -> float:
-    """Returns the population standard deviation, or 0.0 where it is residue of floating point.
-
-    In two passes and float64: the mean of squares minus the square of the mean loses small spreads of large rewards.
-    """
-    values = np.asarray(rewards, dtype=np.float64)
-    if len(values) < 2:
-        return 0.0
-    deviation = float(np.sqrt(np.mean((values - values.mean()) ** 2)))
-    return deviation if deviation > _RELATIVE_FLOOR * float(np.abs(values).max()) else 0.0
+    """Returns the population standard deviation, or 0.0 where it is residue of floating point."""
+    return mean_and_deviation(rewards)[1] if has_spread(rewards) else 0.0
 
 
 def advantages(rewards: Sequence[float], scale: bool = True) -> list[float] | None:
@@ -39,12 +27,11 @@ def advantages(rewards: Sequence[float], scale: bool = True) -> list[float] | No
     GRPO's advantage (Shao et al. 2024, arXiv:2402.03300, section 4.1.2); without `scale` only the mean is subtracted
     (Liu et al. 2025, "Understanding R1-Zero-like training", arXiv:2503.20783).
     """
-    deviation = spread(rewards)
-    if deviation == 0.0:
+    if not has_spread(rewards):
         return None
-    values = np.asarray(rewards, dtype=np.float64)
-    centred = values - values.mean()
-    return list(map(float, centred / (deviation + _EPSILON) if scale else centred))
+    mean, deviation = mean_and_deviation(rewards)
+    centred = [reward - mean for reward in rewards]
+    return [value / (deviation + _EPSILON) for value in centred] if scale else centred
 
 
 @dataclass(frozen=True)
@@ -110,7 +97,7 @@ def collect(
         num_groups_submitted=len(groups),
         num_groups_trainable=len(spreads),
         num_trajectories=num_trajectories,
-        reward_spread=math.fsum(spreads) / len(spreads) if spreads else 0.0,
+        reward_spread=mean_and_deviation(spreads)[0],
     )
 
 

@@ -27,6 +27,12 @@ def test_a_small_spread_of_large_rewards_is_not_lost():
     assert spread([1e6, 1e6 + 1]) == pytest.approx(0.5)
 
 
+def test_rewards_whose_squares_overflow_have_the_advantages_of_small_ones():
+    assert advantages([1e200, -1e200]) == pytest.approx([1, -1])
+    assert advantages([1.7e308, 1.7e308, 0.0]) == pytest.approx([0.5**0.5, 0.5**0.5, -(2**0.5)])
+    assert spread([1e200, -1e200]) == pytest.approx(1e200)
+
+
 def test_seven_against_one_stays_within_what_a_group_of_eight_can_have():
     values = advantages([1.0] * 7 + [0.0])
     assert values is not None
