@@ -2,8 +2,10 @@
 
 A residue is what the columns do not say about a message. Its `c` says where the content is: "s" the content column
 holds the text, "j" the content column holds it as JSON, "x" it is in the residue itself, "-" the message has none. A
-choice has `f`, its fields; with `t` its sampled tokens lie in the typed columns. No residue: the message is a dict with
-`role`, `content`, and `tool_calls` and `tool_call_id` where their columns are not null.
+choice has `f`, its fields; with `t` its sampled tokens lie in the typed columns: 1, they alone say them; 0, they are
+there for queries, and the choice's own fields, which differ, are in `f`; with `p` it is one that OpenAI's client put
+together from a stream. No residue: the message is a dict with `role`, `content`, and `tool_calls` and `tool_call_id`
+where their columns are not null.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pydantic
+from openai.types.chat import ParsedChoice
 
 from art_ray.ledger.codec import decoded, encoded, is_encodable_text, json_text, readable, shown
 from art_ray.trajectories import Choice, Message, MessagesAndChoices, Sampling
@@ -51,6 +54,14 @@ class Tokens:
     finish_reason: str | None = None
     """Of the last answer."""
     num_answers: int = 0
+    num_unknown: int = 0
+    """Answers of which the tokens are not known exactly, so that they are in none of the lists."""
+
+    @property
+    def can_be_trained(self) -> bool:
+        """Whether all answers are known, and one of their tokens follows another: what a trainer asks for, too."""
+        lengths = [(len(prompt), len(ids)) for prompt, ids in zip(self.prompt_token_ids, self.token_ids, strict=True)]
+        return not self.num_unknown and any(sampled and before + sampled > 1 for before, sampled in lengths)
 
 
 NO_TOKENS = Tokens()
@@ -114,8 +125,9 @@ def _replaced(text: str) -> str:
 
 def _encode_choice(choice: Choice, tokens: Tokens, where: str) -> tuple[MessageColumns, Any]:
     fields: dict[str, Any] = choice.model_dump(exclude_unset=True, exclude={"logprobs": {"content"}}, warnings=False)
-    residue: dict[str, Any] = {}
-    if _take_tokens(choice, tokens, residue):
+    residue: dict[str, Any] = {"p": 1} if isinstance(choice, ParsedChoice) else {}
+    _take_tokens(choice, tokens, residue)
+    if residue.get("t"):
         fields.pop("token_ids"), fields.pop("prompt_token_ids")
     if choice.logprobs is not None and "lp" not in residue and "content" in choice.logprobs.model_fields_set:
         scored = choice.logprobs.content
@@ -138,26 +150,25 @@ def _encode_choice(choice: Choice, tokens: Tokens, where: str) -> tuple[MessageC
     return columns, {"c": place, "f": coded, **residue}
 
 
-def _take_tokens(choice: Choice, tokens: Tokens, residue: dict[str, Any]) -> bool:
-    """Moves ids and log-probabilities into `tokens`, where they fit its types; what is left of them into `residue`."""
-    try:
-        sampling = Sampling.of(choice)
-        if sampling is None:
-            return False
-        prompt, ids = _int32(sampling.prompt_token_ids), _int32(sampling.token_ids)
-        exact = np.asarray(sampling.logprobs, dtype=np.float64)
-        version = min(map(int, sampling.policy_versions), default=int((choice.model_extra or {})["policy_version"]))
-    except (TypeError, ValueError, OverflowError, AttributeError):
-        return False  # a server's own idea of these fields: kept as it is
-    if prompt is None or ids is None or not -(2**63) <= version < 2**63:
-        return False
+def _take_tokens(choice: Choice, tokens: Tokens, residue: dict[str, Any]) -> None:
+    """Moves ids and log-probabilities into `tokens`; what is left of them into `residue`."""
+    sampling = Sampling.of(choice)
+    if sampling is None:
+        tokens.num_unknown += 1
+        return
+    extra = choice.model_extra or {}
+    exact = np.asarray(sampling.logprobs, dtype=np.float64)
     with np.errstate(over="ignore"):
         rounded = exact.astype(np.float32)
-    tokens.prompt_token_ids.append(prompt)
-    tokens.token_ids.append(ids)
+    tokens.prompt_token_ids.append(np.asarray(sampling.prompt_token_ids, np.int32))
+    tokens.token_ids.append(np.asarray(sampling.token_ids, np.int32))
     tokens.logprobs.append(rounded)
-    tokens.versions.append(version)
-    residue["t"] = 1
+    tokens.versions.append(min(sampling.policy_versions, default=int(extra["policy_version"])))
+    # An answer that a client put together from a stream may name its ids beside the log-probabilities alone.
+    residue["t"] = int(
+        _is_same(extra.get("token_ids"), sampling.token_ids)
+        and _is_same(extra.get("prompt_token_ids"), sampling.prompt_token_ids)
+    )
     content = choice.logprobs.content if choice.logprobs and choice.logprobs.content else []
     texts = [getattr(token, "token", None) for token in content]
     if (
@@ -169,7 +180,6 @@ def _take_tokens(choice: Choice, tokens: Tokens, residue: dict[str, Any]) -> boo
             residue["b"] = shape
         if not np.array_equal(rounded.astype(np.float64), exact, equal_nan=True):
             residue["x"] = encoded(sampling.logprobs, "a log-probability")
-    return True
 
 
 def _token_bytes(content: list[Any]) -> int | None:
@@ -187,13 +197,8 @@ def _token_bytes(content: list[Any]) -> int | None:
     return kinds.pop() if len(kinds) == 1 else None if kinds else 0
 
 
-def _int32(values: list[Any]) -> np.ndarray | None:
-    array = np.asarray(values)
-    if array.size == 0:
-        return np.empty(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < -(2**31) or array.max() >= 2**31:
-        return None
-    return array.astype(np.int32)
+def _is_same(field: Any, values: list[int]) -> bool:
+    return type(field) is list and field == values
 
 
 @dataclass
@@ -259,7 +264,9 @@ def _decode_choice(columns: Columns, residue: dict[str, Any], tokens: TokenReade
     if residue["c"] in "sj":
         fields["message"]["content"] = _column_content(columns, residue["c"])
     if "t" in residue:
-        fields["prompt_token_ids"], fields["token_ids"], logprobs = tokens.next()
+        prompt, ids, logprobs = tokens.next()
+        if residue["t"]:
+            fields["prompt_token_ids"], fields["token_ids"] = prompt, ids
         if "lp" in residue:
             exact = decoded(residue["x"]) if "x" in residue else logprobs
             has_bytes = residue.get("b", 0)
@@ -272,11 +279,12 @@ def _decode_choice(columns: Columns, residue: dict[str, Any], tokens: TokenReade
                 }
                 for text, logprob in zip(residue["lp"], exact, strict=True)
             ]
+    kind = ParsedChoice if "p" in residue else Choice
     try:
-        return Choice.model_validate(fields)
+        return kind.model_validate(fields)
     except pydantic.ValidationError:
         # Servers send values beyond OpenAI's types ("finish_reason": "abort"); its client takes them unchecked, too.
-        return Choice.construct(**fields)
+        return kind.construct(**fields)
 
 
 def conversation_columns(

@@ -201,7 +201,11 @@ def flat_json_text(value: dict[Any, Any]) -> str | None:
 
 def finite_json_text(value: dict[str, float]) -> str | None:
     """The same for a dict of numbers; None where one of them is not finite, too."""
-    return _fast_json_text(value) if math.isfinite(sum(value.values())) else None
+    try:
+        is_finite = math.isfinite(sum(value.values()))
+    except OverflowError:  # integers near the largest double
+        return None
+    return _fast_json_text(value) if is_finite else None
 
 
 def _fast_json_text(value: dict[str, Any]) -> str | None:

@@ -46,6 +46,8 @@ __all__ = ["Ledger", "LedgerConfig", "LogReceipt"]
 logger = logging.getLogger(__name__)
 
 TRAINING_SPLIT = "train"
+EXACT = 2**53
+"""Largest size up to which every integer is a double, too."""
 REMEMBERED_REQUESTS = 64
 """Requests without a parquet file that `state.json` remembers; one with a file is remembered in the file."""
 _REQUEST_KEY, _RECORD_KEY = "art_ray.request_id", "art_ray.log_record"
@@ -261,7 +263,8 @@ class Ledger:
             finite = math.isfinite(value)
             if not finite:
                 logger.warning("%s/%s is %s at step %d: written as null", split, name, value, step)
-            line[f"{split}/{name}"] = value if finite else None
+            exact = not finite or abs(value) <= EXACT  # a larger integer is one only to some readers of JSON
+            line[f"{split}/{name}"] = (value if exact else float(value)) if finite else None
         line["step"] = step
         line["recorded_at"] = datetime.now(UTC).isoformat(timespec="microseconds")
         outcomes = {outcome.value: number for outcome, number in computed.outcomes.items()}

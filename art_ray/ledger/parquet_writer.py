@@ -59,7 +59,8 @@ class GroupWriter:
 
     Args:
         path: the file; it is complete only after `close`.
-        for_training: whether rows say what training will make of them, as far as logging knows.
+        for_training: whether rows say why training will pass them over, as far as groups tell: no spread, or tokens
+            that are not known exactly.
     """
 
     def __init__(self, path: Path, *, for_training: bool = False) -> None:
@@ -115,7 +116,7 @@ class GroupWriter:
             return Outcome.NOT_SCORED
         if not self._for_training:
             return Outcome.SCORED
-        if not tokens.token_ids:
+        if not tokens.can_be_trained:
             return Outcome.NO_LOGPROBS
         return Outcome.SCORED if spread else Outcome.NO_SPREAD
 

@@ -374,6 +374,18 @@ def test_answers_keep_their_tokens_through_the_ledger(ledger):
     assert read_trajectory_groups_parquet(ledger.log([group], split="train", step=0).parquet_path) == [group]
 
 
+def test_integers_are_exact_in_the_parquet_and_doubles_in_the_history(ledger):
+    metrics = {"large": 2**53 + 1, "small": 3}
+    group = TrajectoryGroup([Trajectory([], metrics=metrics)], metrics={"large": 2**60 + 1})
+    [read] = read_trajectory_groups_parquet(ledger.log([group], split="val", step=0).parquet_path)
+    assert (read.trajectories[0].metrics, read.metrics) == (metrics, {"large": 2**60 + 1})
+    ledger.log(None, split="train", step=0, metrics=metrics)
+    written = [line[key] for line, key in zip(lines_of(ledger), ["val/large", "train/large"], strict=True)]
+    assert written == [2.0**53] * 2
+    assert set(map(type, written)) == {float}
+    assert type(lines_of(ledger)[1]["train/small"]) is int
+
+
 def test_the_history_frame_has_every_column_that_ever_appeared(ledger):
     ledger.log([group_of(0.5)], split="val", step=0)
     ledger.log(None, split="train", step=1, metrics={"loss": 1})

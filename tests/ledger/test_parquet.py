@@ -7,11 +7,13 @@ import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from openai.types.chat import ParsedChoice
 
 from art_ray.errors import LedgerFormatError
 from art_ray.ledger import iterate_trajectory_groups_parquet, read_trajectory_groups_parquet
 from art_ray.ledger.parquet import SCHEMA
 from art_ray.ledger.parquet_writer import GroupWriter
+from art_ray.training.samples import Refusal, samples_of
 from art_ray.trajectories import Choice, History, Trajectory, TrajectoryGroup
 from tests.ledger.made import answer, conversation, group_of
 
@@ -163,7 +165,8 @@ GROUPS = {
         [Trajectory([], metrics={"up": math.inf, "down": -math.inf, "fine": 1})], metrics={"g": math.inf}
     ),
     "bools and integers as metrics": TrajectoryGroup(
-        [Trajectory([], metrics={"won": True, "turns": 3, "large": 2**53})]
+        [Trajectory([], metrics={"won": True, "turns": 3, "large": 2**53 + 1, "larger": 10**308, "too": 10**308})],
+        metrics={"large": -(2**70) - 1},
     ),
 }  # fmt: skip
 
@@ -256,6 +259,50 @@ def test_a_row_says_what_became_of_the_rollout(back, tmp_path):
     ]  # fmt: skip
     back(mixed, residue)
     assert outcomes_of(tmp_path / "groups.parquet") == ["scored"] * 3 + ["not_scored"] + ["scored"] * 3
+
+
+def streamed(**sampled):
+    """An answer as OpenAI's client puts it together from our stream: ids beside the log-probabilities."""
+    fields = answer().model_dump(exclude_unset=True)
+    for entry, token_id in zip(fields["logprobs"]["content"], fields.pop("token_ids"), strict=True):
+        entry["token_id"] = token_id
+    return ParsedChoice.model_validate({**fields, **sampled})
+
+
+@pytest.mark.parametrize("sampled", [{}, {"token_ids": [102]}, {"token_ids": None}, {"token_ids": (100, 101, 102)}])
+def test_a_streamed_answer_comes_back_equal_and_its_tokens_lie_in_typed_columns(back, tmp_path, sampled):
+    group = TrajectoryGroup([Trajectory(conversation(streamed(**sampled), answer(num_tokens=2)))])
+    [read] = back(group)
+    assert read == group
+    assert type(read.trajectories[0].messages_and_choices[1]) is ParsedChoice
+    frame = polars.read_parquet(tmp_path / "groups.parquet")
+    assert frame["token_ids"].to_list() == [[100, 101, 102, 100, 101]]
+    assert frame["answer_lengths"].to_list() == [[3, 2]]
+
+
+def test_a_row_never_calls_scored_what_the_trainer_refuses_for_its_tokens(back, tmp_path):
+    """The rule is written twice, by fields and by columns: both must say the same of any trajectory."""
+    without = answer(version=None)
+    conversations = [
+        [answer()],
+        [answer(), without],
+        [answer(), streamed()],
+        [answer(), {"role": "assistant", "content": "by hand"}],
+        [{"role": "assistant", "content": "by hand"}],
+        [answer(num_tokens=0)],
+        [answer(num_tokens=1, prompt_token_ids=[])],
+        [answer(num_tokens=1, prompt_token_ids=[]), answer(num_tokens=1, prompt_token_ids=[100, 5])],
+        [answer(num_tokens=2, prompt_token_ids=[])],
+        [answer(token_ids=[1])],
+        [answer(temperature="hot")],
+    ]
+    trajectories = [Trajectory(items, reward=float(i)) for i, items in enumerate(conversations)]
+    history = History(messages_and_choices=[without])
+    trajectories.append(Trajectory([answer()], additional_histories=[history], reward=-1.0))
+    back(TrajectoryGroup(trajectories), for_training=True)
+    for row, trajectory in zip(outcomes_of(tmp_path / "groups.parquet"), trajectories, strict=True):
+        found = samples_of(trajectory, max_tokens=100)
+        assert row == (found.outcome if isinstance(found, Refusal) else "scored"), trajectory
 
 
 def test_numpy_scalars_and_arrays_come_back_as_numbers_and_lists(back):

@@ -6,6 +6,7 @@ import string
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.types.chat import ParsedChoice
 
 from art_ray.ledger import read_trajectory_groups_parquet
 from art_ray.ledger.codec import decoded, encoded, json_text
@@ -29,7 +30,7 @@ values = st.one_of(
     st.frozensets(st.integers()),
     st.dictionaries(st.integers(), json_like, max_size=2),
 )  # fmt: skip
-metrics = st.dictionaries(any_text, st.one_of(st.booleans(), st.integers(-(2**53), 2**53), finite), max_size=3)
+metrics = st.dictionaries(any_text, st.one_of(st.booleans(), st.integers(-(2**70), 2**70), finite), max_size=3)
 messages = st.one_of(
     st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "tool"]), "content": any_text}),
     st.fixed_dictionaries(
@@ -62,7 +63,7 @@ def answers(draw):
     if draw(st.booleans()):
         n = draw(st.integers(0, 4))
         width = draw(st.sampled_from([32, 64]))
-        with_bytes = draw(st.booleans())
+        with_bytes, named = draw(st.booleans()), draw(st.booleans())
         tokens = draw(st.lists(any_text, min_size=n, max_size=n))
         fields["logprobs"] = {
             "refusal": None,
@@ -72,16 +73,18 @@ def answers(draw):
                     "bytes": list(token.encode("utf-8", "replace")) if with_bytes else None,
                     "logprob": draw(st.floats(max_value=0, allow_nan=False, width=width)),
                     "top_logprobs": [],
+                    **({"token_id": draw(st.integers(0, 9))} if named else {}),
                 }
                 for token in tokens
             ],
         }
-        fields["token_ids"] = draw(st.lists(st.integers(0, 2**32), min_size=n, max_size=n + draw(st.integers(0, 1))))
+        if draw(st.booleans()):
+            fields["token_ids"] = draw(st.lists(st.integers(0, 2**32), max_size=n + 1))
         fields["prompt_token_ids"] = draw(st.lists(st.integers(0, 200_000), max_size=4))
         fields["policy_version"] = draw(st.integers(0, 100))
     if draw(st.booleans()):
         fields["extra"] = draw(values)
-    return Choice.model_validate(fields)
+    return draw(st.sampled_from([Choice, ParsedChoice])).model_validate(fields)
 
 
 conversations = st.lists(st.one_of(messages, answers()), max_size=4)
