@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import pydantic
@@ -12,10 +13,11 @@ __all__ = ["REFUSED_ENGINE_ARGS", "ServingConfig"]
 
 Weights = Literal["auto", "adapter", "merged"]
 
-_CORES = r"\d+(-\d+)?(,\d+(-\d+)?)*"
+_RANGE = r"\d+(-\d+)?"
+_CORES = rf"{_RANGE}(,{_RANGE})*"
 _OURS = "it is set by ServingConfig: use its field `{}`"
 REFUSED_ENGINE_ARGS: dict[str, str] = {
-    "api_key": "the front checks the key, on every route; the engine's own check guards only some",
+    "api_key": "the front checks the key; the engine's own check guards only some",
     "host": "the backend chooses the interface, and announces the address after binding it",
     "port": "the port is bound before it is announced, so that two engines never choose the same one",
     "uds": "the engine is reached over TCP",
@@ -90,9 +92,7 @@ class ServingConfig(FrozenConfig):
     compile: bool | None = None
     """Whether the engine compiles the model (and captures graphs on GPU): faster sampling after a longer start. None:
     on GPU, but not on CPU."""
-    cpu_cores: str | None = pydantic.Field(
-        default=None, pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*(\|\d+(-\d+)?(,\d+(-\d+)?)*)*$"
-    )
+    cpu_cores: str | None = pydantic.Field(default=None, pattern=rf"^{_CORES}(\|{_CORES})*$")
     """Cores that compute, as "0-3,6"; with tensor_parallel, one list per worker, separated by "|". None: all that
     this process may use. Without effect on GPU."""
     start_timeout_s: float = pydantic.Field(default=600.0, gt=0)
@@ -112,6 +112,16 @@ class ServingConfig(FrozenConfig):
     engine_args: dict[str, Any] = {}
     """Further arguments of vLLM's server, by their Python names, such as {"tool_call_parser": "hermes",
     "enable_auto_tool_choice": True}. A name that vLLM does not have is refused when the engine starts."""
+
+    @pydantic.field_validator("pin_ttl_s")
+    @classmethod
+    def _shorter_than_a_load(cls, value: float, info: pydantic.ValidationInfo) -> float:
+        if value >= info.data.get("load_timeout_s", math.inf):
+            raise ValueError(
+                f"must be shorter than load_timeout_s ({info.data['load_timeout_s']:g}), so that a client that died "
+                "cannot hold up a new version until loading it has failed"
+            )
+        return value
 
     @pydantic.field_validator("engine_args")
     @classmethod

@@ -89,7 +89,8 @@ class Engine:
 
         Args:
             adapter: the version.
-            holder: loads it beside the current version instead, leased to this holder as `pin` does.
+            holder: loads it beside the current version instead, leased to this holder: it stays loaded for
+                `pin_ttl_s` seconds or until `unpin`. Again: from then on anew.
 
         Raises:
             ServingError: altered on its way, refused by the engine, or without effect on the canary's answer.
@@ -97,16 +98,6 @@ class Engine:
             EngineError: the engine is not there; carries its last words.
         """
         return await self._in_loop(self._load(adapter, holder))
-
-    async def pin(self, step: int, holder: str, ttl_s: float | None = None) -> None:
-        """Leases a loaded version to `holder`, so that it stays loaded for `ttl_s` seconds or until `unpin`."""
-        ttl_s = self._spec.serving.pin_ttl_s if ttl_s is None else ttl_s
-
-        async def pinned() -> None:
-            self._refuse_holders(step)
-            self._table.pin(step, holder, ttl_s)
-
-        await self._in_loop(pinned())
 
     async def unpin(self, holder: str) -> None:
         """Ends the leases of `holder`; versions that nobody needs then are unloaded."""

@@ -1,8 +1,9 @@
 """The front: everything a client reaches of an engine.
 
-A pure ASGI application around another one. It checks the key on every route, lets nothing through but the routes of
-its list, bounds the body, resolves the model's name to a version that is held, keeps that version leased while it
-answers, and writes into every answer who sampled it. What it does not know it passes on unchanged.
+A pure ASGI application around another one. It checks the key on every route (`/health` alone answers without it, with
+one word), lets nothing through but the routes of its list, bounds the body, resolves the model's name to a version that
+is held, keeps that version leased while it answers, and writes into every answer who sampled it. What it does not know
+it passes on unchanged.
 
 An agent that names its trajectory, by the header `X-Art-Trajectory-Id` or by a base URL that ends in
 `/trajectories/{id}/v1`, stays on the version it began with (while several are held), and its exchanges are kept for
@@ -128,10 +129,8 @@ class Front:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Sending) -> None:
         if scope["path"] == "/health" and scope["method"] == "GET":
-            failure = self._failure()
-            return await send_json(send, 200 if failure is None else 503, {"status": failure or "ok"})
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1 or not hmac.compare_digest(given[0], self._authorization):
+            return await self._health(scope, send)
+        if not self._has_key(scope):
             raise RefusedError(401, "invalid_request_error", "the API key is missing or wrong", code="invalid_api_key")
         if match := _TRAJECTORY.fullmatch(scope["path"]):
             return await self._recorded(scope["method"], match[1], send)
@@ -151,6 +150,17 @@ class Front:
         if path in _UNCHANGED:
             return await self._app(scope, replay(body, receive), send)
         return await self._generate(scope, receive, send, parsed_object(body), trajectory)
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._authorization)
+
+    async def _health(self, scope: Scope, send: Sending) -> None:
+        """Tells anyone whether the engine can answer; why it cannot, those who have the key."""
+        failure = self._failure()
+        if failure is not None and not self._has_key(scope):
+            failure = "failed"  # what the engine wrote last may hold a prompt, a path or a secret
+        await send_json(send, 200 if failure is None else 503, {"status": failure or "ok"})
 
     def _models(self) -> dict[str, Any]:
         table = self._gate.table

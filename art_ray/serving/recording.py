@@ -116,7 +116,9 @@ class StreamedAnswer:
             if last is not None:
                 whole = choice.model_dump(exclude={"message": {"parsed"}})
                 labels = {name: value for name, value in last.items() if name not in ("delta", "logprobs")}
-                complete.append({**whole, **labels, "token_ids": labels.pop("all_token_ids", None)})
+                answer = {**whole, **labels}
+                answer["token_ids"] = answer.pop("all_token_ids", None)
+                complete.append(answer)
         return complete
 
 

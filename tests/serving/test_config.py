@@ -31,6 +31,13 @@ def test_an_unknown_key_is_refused_with_the_nearest_one():
         ServingConfig(replica=2)
 
 
+@pytest.mark.parametrize("values", [{"pin_ttl_s": 300.0}, {"load_timeout_s": 60.0}, {"pin_ttl_s": 5000}])
+def test_a_lease_outlasts_no_load(values: dict[str, float]):
+    with pytest.raises(ConfigError, match=r"pin_ttl_s: .*must be shorter than load_timeout_s"):
+        ServingConfig(**values)
+    assert ServingConfig(pin_ttl_s=5000, load_timeout_s=6000).pin_ttl_s == 5000
+
+
 @pytest.mark.parametrize("cores", ["", "0-", "a", "0-1|", "1,,2"])
 def test_cores_are_lists_of_numbers_and_ranges(cores: str):
     with pytest.raises(ConfigError, match="cpu_cores"):

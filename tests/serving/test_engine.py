@@ -207,10 +207,9 @@ async def test_a_client_that_leaves_frees_the_engine(replica: Replica, client: o
 
 @only_adapter
 async def test_three_versions_at_once_under_load_never_mix(replica: Replica, client: openai.AsyncOpenAI):
-    await replica.load(1)
-    await replica.engine.pin(1, "evaluation")
-    await replica.load(2)
-    await replica.engine.pin(2, "evaluation")
+    for step in (1, 2):
+        await replica.load(step)
+        await replica.load(step, holder="evaluation")
     await replica.load(3)
     models = ["policy@1", "policy@2", "policy"] * 8
     answers = await asyncio.gather(*(ask(client, model, n=2) for model in models))
@@ -281,9 +280,9 @@ async def test_merged_weights_wait_for_running_requests_and_new_requests_for_the
 @only_merged
 async def test_merged_weights_keep_no_second_version(replica: Replica):
     await replica.load(1)
-    for refused in (replica.load(2, holder="evaluation"), replica.engine.pin(1, "evaluation")):
+    for step in (1, 2):
         with pytest.raises(ServingError, match="one version at a time"):
-            await refused
+            await replica.load(step, holder="evaluation")
 
 
 def test_nothing_of_a_version_stays_in_shared_memory_once_it_is_unloaded(replica: Replica):

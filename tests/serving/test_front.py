@@ -117,11 +117,15 @@ async def test_no_route_but_health_answers_without_the_key(house: House, headers
     assert not house.app.requests
 
 
-async def test_health_needs_no_key_and_tells_when_the_engine_is_dead(house: House):
+async def test_health_needs_no_key_but_tells_the_last_words_of_a_dead_engine_to_the_key_alone(house: House):
     client = house.client_with({})
     assert (await client.get("/health")).status_code == 200
     house.failure = "out of memory"
     response = await client.get("/health")
+    assert (response.status_code, response.json()) == (503, {"status": "failed"})
+    response = await house.client_with({"authorization": "Bearer wrong"}).get("/health")
+    assert (response.status_code, response.json()) == (503, {"status": "failed"})
+    response = await house.client.get("/health")
     assert (response.status_code, response.json()) == (503, {"status": "out of memory"})
 
 

@@ -114,6 +114,8 @@ def test_a_streamed_answer_becomes_the_choice_that_was_not_streamed():
     ):  # fmt: skip
         streamed.add(labels.label(each))
     (whole,) = streamed.choices()
+    assert whole["token_ids"] == [7, 8]
+    assert "all_token_ids" not in whole
     answer = Choice.model_validate(whole)
     assert answer.message.content == "yes"
     assert Sampling.of(answer) == Sampling([1, 2], [7, 8], [-0.5, -1.0], [3, 3], 0.5)
