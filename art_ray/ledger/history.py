@@ -19,11 +19,12 @@ from art_ray.ledger.files import append_line, explained, locked, make_dirs
 if TYPE_CHECKING:
     import polars
 
-__all__ = ["History", "StepMeans"]
+__all__ = ["History", "StepMeans", "row_of"]
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
+_CLOSING = ord("}")
 RELATIVE_TIE = 1e-12
 """Means closer than this share of their size are equal: they differ by the rounding of their sums."""
 
@@ -48,7 +49,8 @@ class History:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.num_skipped = 0
-        """Unreadable lines that the latest complete pass over the file met."""
+        """Unreadable lines that the latest complete pass over the file met. A pass for one metric parses only lines
+        that may have it, and torn ones."""
 
     def append(self, line: dict[str, Any]) -> None:
         """Writes `line` to disk, whole, whatever other processes write at the same moment.
@@ -166,10 +168,12 @@ class History:
         for chunk, _ in self._chunks():
             # A key that JSON escapes could be spelled in several ways: every line is then parsed.
             exact = needed is not None and b"\\" not in key
-            lines = [line for line in chunk.split(b"\n") if line and (not exact or key in line)]
+            lines = chunk.split(b"\n")
+            # A torn line, which lacks the end, is taken along, to be counted.
+            lines = [line for line in lines if line and (not exact or key in line or line[-1] != _CLOSING)]
             rows = _rows_at_once(lines)
             if rows is None:
-                rows = [row for line in lines if (row := _row(line)) is not None]
+                rows = [row for line in lines if (row := row_of(line)) is not None]
             skipped += len(lines) - len(rows)
             yield rows
         if skipped:
@@ -242,7 +246,8 @@ def _finite_pairs(rows: list[dict[str, Any]], metric: str) -> Iterator[tuple[int
                 yield int(step), number
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """Returns a line as a dict, or None where it is no JSON object."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

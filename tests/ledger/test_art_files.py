@@ -1,4 +1,10 @@
-"""A run of ART 0.5.18 goes on here, and ART reads what is written here. `art_files.py` made the stored files."""
+"""A run of ART 0.5.18 goes on here, and ART reads what is written here. `art_files.py` made the stored files.
+
+The last two tests need ART itself, in an environment of its own:
+
+    python3.11 -m venv /tmp/art && /tmp/art/bin/pip install openpipe-art==0.5.18 numpy duckdb pyarrow
+    ART_PYTHON=/tmp/art/bin/python make test ARGS=tests/ledger/test_art_files.py
+"""
 
 import json
 import math
@@ -75,7 +81,7 @@ def test_a_step_that_art_logged_is_never_overwritten(arts_run):
 
 needs_art = pytest.mark.skipif(
     "ART_PYTHON" not in os.environ,
-    reason="set ART_PYTHON to a python with openpipe-art==0.5.18, numpy, duckdb and pyarrow",
+    reason="set ART_PYTHON to a python with openpipe-art==0.5.18, numpy, duckdb and pyarrow: see the docstring above",
 )
 
 

@@ -105,6 +105,15 @@ def test_a_torn_last_line_is_skipped_counted_and_reported(history, caplog):
     assert "skipped 1 line" in caplog.text
 
 
+@pytest.mark.parametrize("torn", ['{"m": 2.0, "st', '{"other": 2.0, "st', '{"', "\x00\x00"])
+def test_every_pass_counts_a_torn_line_whatever_it_looks_for(history, torn):
+    write(history, {"m": 1.0, "step": 0}, torn, {"other": 3.0, "step": 2})
+    for looked in (lambda: list(history.rows()), lambda: history.step_means("m"), lambda: history.best_step("other")):
+        history.num_skipped = 0
+        looked()
+        assert history.num_skipped == 1
+
+
 @pytest.mark.parametrize("damage", ['{"m": 2.0, "st', "[1, 2]", "7", '{"m": 1}, {"m": 2}', "\x00\x00", "{" * 5000, "é"])
 def test_a_damaged_line_spoils_no_other(history, damage):
     write(history, {"m": 1.0, "step": 0}, damage, {"m": 3.0, "step": 2})

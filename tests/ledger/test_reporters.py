@@ -323,6 +323,29 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path, recording):
     assert recording.steps == [0, 2]
 
 
+def test_unreadable_last_lines_are_passed_over_once_and_delay_no_close(tmp_path, recording):
+    ledger = ledger_at(tmp_path, ["recording"])
+    log_steps(ledger, range(2))
+    wait_until(lambda: recording.steps == [0, 1], 30, "the rows")
+    with (ledger.folder / "history.jsonl").open("a") as file:
+        file.write('[1]\n{"val/x": 2, "st\n')
+    started = time.monotonic()
+    ledger.close(30)
+    assert time.monotonic() - started < 10
+    assert (recording.steps, recording.starts, recording.finishes) == ([0, 1], 1, 1)
+    state = json.loads((ledger.folder / "state.json").read_text())
+    assert state["reporters"]["recording"]["sent_bytes"] == ledger._history.size_bytes()
+
+
+def test_no_run_is_opened_for_lines_that_cannot_be_read(tmp_path, recording):
+    ledger = ledger_at(tmp_path, ["recording"])
+    ledger.folder.mkdir(parents=True)
+    (ledger.folder / "history.jsonl").write_text('{"val/x": 2, "st\n')
+    ledger._reporting.history_grew()
+    ledger.close(30)
+    assert (recording.starts, recording.steps) == (0, [])
+
+
 def test_a_history_that_was_replaced_by_a_shorter_one_is_sent_from_its_start(tmp_path, recording):
     ledger = ledger_at(tmp_path, ["recording"])
     log_steps(ledger, range(5))

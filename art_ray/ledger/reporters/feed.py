@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401 (wandb imports it, which is refused once the script has ended)
 import contextlib
-import json
 import logging
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import filelock
 
 from art_ray.ledger.files import make_dirs
-from art_ray.ledger.history import History
+from art_ray.ledger.history import History, row_of
 from art_ray.ledger.reporters.base import Reporter, Subject
 from art_ray.ledger.state import State
 
@@ -138,7 +137,8 @@ class Feed:
                 return
             if not self._is_started and self._is_behind():
                 self._start()
-            self._send_all()
+            if self._is_started:
+                self._send_all()
             self._failed_at = None
         except Exception as error:
             self._failed(error)
@@ -160,8 +160,9 @@ class Feed:
         return True
 
     def _is_behind(self) -> bool:
+        """Returns whether there is a row to send: for lines that cannot be read, no run is opened."""
         sent = self._sent_bytes if self._is_started else self._resumed_at(self._memory())
-        return any(True for _ in self._history.lines(sent))
+        return any(row_of(line) is not None for line, _ in self._history.lines(sent))
 
     def _resumed_at(self, memory: dict[str, Any]) -> int:
         """Returns where sending goes on: at the start if the history is another one than before."""
@@ -188,19 +189,20 @@ class Feed:
 
     def _send_all(self) -> None:
         rows: list[dict[str, Any]] = []
+        end = self._sent_bytes
         for line, end in self._history.lines(self._sent_bytes):
-            row = _row(line)
-            if row is not None:
+            if (row := row_of(line)) is not None:
                 rows.append(row)
             if len(rows) >= ROWS_AT_ONCE:
                 self._send(rows, end)
                 rows = []
-            last = end
-        if rows:
-            self._send(rows, last)
+        if end > self._sent_bytes:
+            self._send(rows, end)
 
     def _send(self, rows: list[dict[str, Any]], end: int) -> None:
-        self._reporter.send(rows)
+        """Sends `rows`, and has done with all before `end`: lines that cannot be read are passed over."""
+        if rows:
+            self._reporter.send(rows)
         self._sent_bytes = end
         if time.monotonic() - self._remembered_at > REMEMBER_S:
             self._remember({**self._memory(), "sent_bytes": self._line_before(end - UNSURE_BYTES)})
@@ -237,14 +239,6 @@ class Feed:
             self._sent_bytes = self._line_before(self._sent_bytes - UNSURE_BYTES)
             with contextlib.suppress(Exception):
                 self._finish()
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 _feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
