@@ -28,6 +28,8 @@ __all__ = ["gather_trajectories", "gather_trajectory_groups"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ROUNDING = 1e-9
+"""As a share of a limit: 0.29 of 100 is a little less than 29 in floating point, and allows 29 all the same."""
 AfterEachResult: TypeAlias = TrajectoryGroup | list[TrajectoryGroup] | None
 AfterEach: TypeAlias = Callable[[TrajectoryGroup], AfterEachResult | Awaitable[AfterEachResult]]
 
@@ -285,7 +287,7 @@ class _Progress:
         if 0 < limit < 1:
             if self._num_sizes_unknown:
                 return  # the share of a total that is not known yet
-            limit *= self._num_expected
+            limit *= self._num_expected * (1 + ROUNDING)
         if self._num_failed <= limit or self._last_failure is None:
             return
         last = self._last_failure

@@ -128,6 +128,20 @@ async def test_between_0_and_1_a_share_of_all_rollouts_may_fail():
         await gather_trajectory_groups(groups(), max_exceptions=0.49)
 
 
+@pytest.mark.parametrize(
+    ("share", "total", "allowed"), [(0.29, 100, 29), (0.58, 50, 29), (1 / 3, 3, 1), (0.07, 100, 7)]
+)
+async def test_exactly_the_share_may_fail_and_not_one_more(share, total, allowed):
+    for num_failed in (allowed, allowed + 1):
+        rollouts = [failing() for _ in range(num_failed)] + [rollout(1.0) for _ in range(total - num_failed)]
+        gathered = gather_trajectory_groups([TrajectoryGroup(rollouts)], max_exceptions=share)
+        if num_failed == allowed:
+            assert len((await gathered)[0].exceptions) == allowed
+        else:
+            with pytest.raises(TooManyExceptionsError, match=f"{num_failed} of {total} rollouts failed"):
+                await gathered
+
+
 async def test_a_share_is_not_judged_before_the_size_of_every_group_is_known():
     failed_first = asyncio.Event()
 
