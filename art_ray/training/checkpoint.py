@@ -7,6 +7,8 @@
     random_state.json                                 the seed that all randomness follows from, with the counters
     manifest.json                                     written last: format, step, base model, metrics, every file's hash
 
+Beside the steps lies the lock of the trainer that writes them (`lock.py`).
+
 A directory is written under a temporary name, flushed to disk, and renamed into place: who sees the name sees all of
 it. Nobody trusts a directory without a valid manifest, and nothing is unpickled. A directory of a newer format, by a
 newer version of this package, is refused with a `CheckpointError` wherever it is met: never passed over, never deleted.
