@@ -74,7 +74,7 @@ def test_a_new_trainer_commits_step_0_which_is_the_base_model(tiny_model, tmp_pa
     assert all(not value.any() for name, value in adapter(tmp_path, 0).items() if "lora_B" in name)
 
 
-def test_a_step_returns_the_metrics_of_the_contract_and_commits_them(tiny_model, tmp_path):
+def test_a_step_returns_its_metrics_by_their_names_and_commits_them(tiny_model, tmp_path):
     trainer = Trainer(spec(tiny_model, tmp_path))
     seen = []
     submitted = [*groups(0), TrajectoryGroup([trajectory([5], [6], 1.0), trajectory([5], [7], 1.0), ValueError()])]
