@@ -14,7 +14,7 @@ from art_ray.types import TrainConfig
 if TYPE_CHECKING:
     from art_ray.model import Model, TrainableModel
 
-__all__ = ["Backend", "CommittedStep"]
+__all__ = ["Backend", "Call", "CommittedStep"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,15 @@ class CommittedStep:
     request_id: str
     """Of the call that took it."""
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Which step a call takes, and whose it is: a step that another call has taken is not given out as this one's."""
+
+    request_id: str
+    step: int
+    """The step before training."""
 
 
 @runtime_checkable
@@ -55,29 +64,40 @@ class Backend(Protocol):
         ...
 
     async def _get_committed(self, model: TrainableModel) -> CommittedStep | None:
-        """Returns the newest step that a call took; None where there is none. Starts nothing.
+        """Returns the newest step that a call took, once none is being taken; None where there is none.
 
         A process that died between the commit and the line in the history left that line to its successor.
         """
         ...
 
+    def _check_prepared(self, model: TrainableModel) -> None:
+        """Raises `ConfigError` unless `model` can be trained now; asked before anything of a call is remembered."""
+        ...
+
     def _train_model(
-        self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig, dev_config: Mapping[str, Any]
+        self,
+        model: TrainableModel,
+        groups: Sequence[Any],
+        config: TrainConfig,
+        dev_config: Mapping[str, Any],
+        *,
+        call: Call,
     ) -> AsyncIterator[dict[str, float]]:
         """Trains one step on `groups` (groups, or references to them) and yields metrics as they come.
 
         When the iterator ends, the new checkpoint is committed and the next request is served by it.
 
         Args:
-            model: the model to train; the step before training is its `_get_step`.
+            model: the model to train.
             groups: trajectory groups in order.
             config: the options, complete; the learning rate is the one to use.
             dev_config: what the user passed as `_config`, already merged into `config`.
+            call: which step to take. One that this very call has taken before is not taken again.
         """
         ...
 
     def _sft_model(
-        self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig
+        self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig, *, call: Call
     ) -> AsyncIterator[dict[str, float]]:
         """Like `_train_model`, but the trajectories' answers are examples to imitate, whatever their rewards."""
         ...

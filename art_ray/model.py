@@ -17,11 +17,12 @@ import httpx
 import openai
 import pydantic
 
-from art_ray.backend import Backend, CommittedStep
+from art_ray.backend import Backend, Call, CommittedStep
 from art_ray.errors import ConfigError, NotRegisteredError
 from art_ray.inference import PolicyClient
 from art_ray.ledger.history import History
-from art_ray.ledger.ledger import LedgerConfig
+from art_ray.ledger.ledger import LedgerConfig, checked_step
+from art_ray.ledger.metrics import checked_metrics
 from art_ray.ledger.paths import model_dir, validate_part
 from art_ray.ledger.port import InProcessLedger, LedgerPort
 from art_ray.ledger.reporters import checked_reporters
@@ -154,16 +155,18 @@ class Model(pydantic.BaseModel):
             step: the step they belong to; None: `get_step()`.
 
         Raises:
-            TypeError: a mixture, or something that is no trajectory.
+            TypeError: a mixture, or something that is no trajectory; a metric that is no number, a step that is none.
             InvalidNameError: a split that cannot be a folder's name.
             LedgerWriteError: the disk did not take it; nothing earlier is harmed.
         """
         validate_part("split", split)
+        if metrics is not None:
+            metrics = checked_metrics(metrics, "metrics")
         ledger = self._remembering()
         groups = [] if trajectories is None else as_groups(trajectories, ledger.is_reference)
         if not groups and not metrics:
             return
-        at = await self.get_step() if step is None else step
+        at = await self.get_step() if step is None else checked_step(step)
         await ledger.log(await ledger.share(groups), split=split, step=at, metrics=metrics, request_id=uuid.uuid4().hex)
 
     def history(self) -> polars.DataFrame:
@@ -233,7 +236,11 @@ class TrainableModel(Model):
     async def register(self, backend: Backend) -> None:
         """Connects the model to a backend, which makes it trainable and starts to serve its newest version."""
         await super().register(backend)
-        self.inference_base_url, self.inference_api_key = await backend._prepare_backend_for_training(self)
+        try:
+            self.inference_base_url, self.inference_api_key = await backend._prepare_backend_for_training(self)
+        except BaseException:
+            self._backend = None
+            raise
         await self._remember_committed(await backend._get_committed(self))
 
     def get_inference_name(self, step: int | None = None) -> str:
@@ -274,7 +281,7 @@ class TrainableModel(Model):
             ConfigError: an option that does not exist or cannot work.
             TrainingError, ActorError, DeadlineError: the step could not be taken.
         """
-        self.backend()
+        self.backend()._check_prepared(self)
         config = (config or TrainConfig()).updated(_config or {})
         async with self._learning:
             return await self._train(
@@ -292,7 +299,8 @@ class TrainableModel(Model):
             config = config.updated({"learning_rate": config.learning_rate * multiplier})
             frontend_metrics["learning_rate_multiplier"] = multiplier
         if call.metrics is None:
-            collected = [m async for m in self.backend()._train_model(self, call.shared, config, dev_config)]
+            training = self.backend()._train_model(self, call.shared, config, dev_config, call=call.of_backend)
+            collected = [metrics async for metrics in training]
             call.metrics = {**_means(collected), **frontend_metrics}
         return await self._finished(call, call.metrics, verbose)
 
@@ -309,10 +317,12 @@ class TrainableModel(Model):
         the metrics are logged as split `sft`; repetition and errors are those of `train`.
         """
         backend = self.backend()
+        backend._check_prepared(self)
         async with self._learning:
             call = await self._logged(as_groups(trajectories, self._remembering().is_reference), "sft")
             if call.metrics is None:
-                call.metrics = _means([m async for m in backend._sft_model(self, call.shared, config or TrainConfig())])
+                training = backend._sft_model(self, call.shared, config or TrainConfig(), call=call.of_backend)
+                call.metrics = _means([metrics async for metrics in training])
             return await self._finished(call, call.metrics, verbose)
 
     async def delete_checkpoints(self, best_checkpoint_metric: str = "val/reward") -> None:
@@ -348,7 +358,9 @@ class TrainableModel(Model):
         """Takes up the unfinished call with these very groups, or begins one at the backend's step; logs its groups."""
         ledger, call = self._remembering(), self._unfinished
         if call is None or (call.split, _identity(call.groups)) != (split, _identity(groups)):
-            call = _UnfinishedTrain(groups, split, await self.get_step(), uuid.uuid4().hex)
+            if call is not None:  # given up by its caller, but perhaps not by the backend
+                await self._remember_committed(await self.backend()._get_committed(self))
+            call = _UnfinishedTrain(groups, split, await self.get_step(), f"{split}-{uuid.uuid4().hex}")
         self._unfinished = call
         call.shared = call.shared or await ledger.share(call.groups)
         if call.groups:
@@ -380,6 +392,11 @@ class _UnfinishedTrain:
     """The groups in the form in which ledger and backend take them."""
     metrics: dict[str, float] | None = None
     """Once the backend has taken the step."""
+
+    @property
+    def of_backend(self) -> Call:
+        """What the backend needs to know of it."""
+        return Call(self.request_id, self.step)
 
 
 def _identity(groups: Sequence[Any]) -> list[Any]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import dataclasses
 import logging
 import os
 import secrets
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +22,7 @@ from art_ray.actors.placement import Placed, placed, require, with_gpus
 from art_ray.actors.trainer_actor import TrainRequest
 from art_ray.actors.trainer_group import TrainerGroup
 from art_ray.actors.vllm_actor import VLLMActor
-from art_ray.backend import CommittedStep
+from art_ray.backend import Call, CommittedStep
 from art_ray.errors import ActorError, ConfigError, DeadlineError, ServingError
 from art_ray.ledger.paths import model_dir
 from art_ray.model import Model, TrainableModel
@@ -53,14 +51,13 @@ class _Running:
     trainer: TrainerGroup
     spec: TrainerSpec
     serving: ServingConfig
-    step: int = 0
-    """The newest step, as the trainer said last."""
     replicas: list[Placed] = field(default_factory=list)
     endpoint: Endpoint | None = None
     key: str = field(default="", repr=False)
     published: set[int] = field(default_factory=set)
     """Steps that replicas were given."""
-    last_request: TrainRequest | None = None
+    resources: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What each of its actors asked of Ray."""
 
 
 class RayBackend:
@@ -162,12 +159,13 @@ class RayBackend:
         return running.endpoint.base_url, running.key
 
     async def _get_step(self, model: TrainableModel) -> int:
-        """Returns the newest complete checkpoint's step, as it lies on disk or as the trainer said last."""
-        running = self._models.get(_key(model))
-        return max(checkpoint.newest_step(self._checkpoints_dir(model)) or 0, running.step if running else 0)
+        """Returns the newest complete checkpoint's step; reads the disk only."""
+        return checkpoint.newest_step(self._checkpoints_dir(model)) or 0
 
     async def _get_committed(self, model: TrainableModel) -> CommittedStep | None:
         """Returns the newest step with its metrics, from its manifest."""
+        if (running := self._models.get(_key(model))) is not None:
+            await running.trainer.settled()
         step = await self._get_step(model)
         if step == 0:
             return None
@@ -177,18 +175,28 @@ class RayBackend:
         split = manifest.request_id.split("-", 1)[0]
         return CommittedStep(step, split, manifest.request_id, dict(manifest.metrics))
 
+    def _check_prepared(self, model: TrainableModel) -> None:
+        """Raises `ConfigError` unless trainer and replicas of `model` were started here."""
+        self._running(model)
+
     async def _train_model(
-        self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig, dev_config: Mapping[str, Any]
+        self,
+        model: TrainableModel,
+        groups: Sequence[Any],
+        config: TrainConfig,
+        dev_config: Mapping[str, Any],
+        *,
+        call: Call,
     ) -> AsyncIterator[dict[str, float]]:
         """Trains one step, then publishes it to every replica; yields the step's metrics."""
-        async for metrics in self._learn(model, tuple(groups), config, supervised=False):
+        async for metrics in self._learn(model, self._request(groups, config, call, supervised=False)):
             yield metrics
 
     async def _sft_model(
-        self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig
+        self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig, *, call: Call
     ) -> AsyncIterator[dict[str, float]]:
         """Trains one step on the groups' answers as examples, then publishes it; yields the step's metrics."""
-        async for metrics in self._learn(model, tuple(groups), config, supervised=True):
+        async for metrics in self._learn(model, self._request(groups, config, call, supervised=True)):
             yield metrics
 
     async def _delete_checkpoint_files(self, model: TrainableModel, steps_to_keep: Sequence[int]) -> None:
@@ -228,10 +236,11 @@ class RayBackend:
     async def _start(self, model: TrainableModel, spec: TrainerSpec, serving: ServingConfig) -> _Running:
         name = f"{model.project}/{model.name}"
         trainer, replica = self._resources(serving)
-        ranks = {f"trainer:{name}:{rank}": trainer for rank in range(spec.trainer.ranks)}
-        require({**ranks, f"vllm:{name}:0": replica})
+        resources = {f"trainer:{name}:{rank}": trainer for rank in range(spec.trainer.ranks)}
+        resources[f"vllm:{name}:0"] = replica
+        require(resources, beside=[running.resources for running in self._models.values()])
         group = TrainerGroup(f"trainer:{name}", spec, trainer, self._deadlines)
-        running = _Running(group, spec, serving, key=secrets.token_urlsafe(32))
+        running = _Running(group, spec, serving, key=secrets.token_urlsafe(32), resources=resources)
         try:
             await group.place()
             await self._fill(running, model, replica)
@@ -256,31 +265,25 @@ class RayBackend:
         running.replicas.append(replica)
         starting = replica.wait("start", "the first answer of the engine", self._deadlines.start_s)
         async with elapsed(f"starting trainer and engine of {name}"):
-            running.step, running.endpoint = await calls.together(
+            step, running.endpoint = await calls.together(
                 running.trainer.start(), calls.answer(replica.handle.start.remote(), starting)
             )
-            if checkpoint.newest_step(spec.checkpoints_dir) != running.step:
+            if checkpoint.newest_step(spec.checkpoints_dir) != step:
                 raise ConfigError(
-                    f"the trainer stands at step {running.step}, which the driver does not see in "
+                    f"the trainer stands at step {step}, which the driver does not see in "
                     f"{spec.checkpoints_dir}: give RayBackend(path=…) a folder that all nodes share"
                 )
-            await self._publish(running, running.step)
+            await self._publish(running, step)
 
-    async def _learn(
-        self, model: TrainableModel, groups: tuple[Any, ...], config: TrainConfig, *, supervised: bool
-    ) -> AsyncIterator[dict[str, float]]:
+    def _request(self, groups: Sequence[Any], config: TrainConfig, call: Call, *, supervised: bool) -> TrainRequest:
+        return TrainRequest(
+            call.step, tuple(groups), config, self._deadlines.ledger_s, call.request_id, supervised=supervised
+        )
+
+    async def _learn(self, model: TrainableModel, request: TrainRequest) -> AsyncIterator[dict[str, float]]:
         running = self._running(model)
-        request = running.last_request
-        if request is None or (request.groups, request.supervised) != (groups, supervised):
-            running.step = await running.trainer.ensure()
-            request_id = f"{'sft' if supervised else 'train'}-{uuid.uuid4().hex}"
-            request = TrainRequest(running.step, groups, config, self._deadlines.ledger_s, request_id, supervised)
-        # Kept until the step is served: the same groups again, after a failure, are this step and not the next.
-        running.last_request = request = dataclasses.replace(request, config=config)
         yield await self._train(running, request)
-        running.step = request.step + 1
-        yield {"seconds_weight_sync": await self._publish(running, running.step)}
-        running.last_request = None
+        yield {"seconds_weight_sync": await self._publish(running, request.step + 1)}
 
     async def _train(self, running: _Running, request: TrainRequest) -> dict[str, float]:
         with bar(desc=f"train step {request.step + 1}", unit="row", leave=False) as shown:
@@ -294,7 +297,7 @@ class RayBackend:
     async def _publish(self, running: _Running, step: int) -> float:
         """Has every replica load the adapter of `step`; returns the seconds until the last has answered."""
         started = asyncio.get_running_loop().time()
-        await running.trainer.ensure()
+        await running.trainer.settled()
         running.published.add(step)
         adapter = running.trainer.adapter(step)
         loaded = await calls.together(
@@ -385,10 +388,10 @@ def _key(model: Model) -> tuple[str, str, str]:
 
 def _absolute(path: str) -> str:
     """Returns `path` as the driver sees it, since actors have other working directories."""
-    return os.path.abspath(path)
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _resolved(base_model: str) -> str:
     """Returns a folder as an absolute path; a hub id unchanged."""
-    path = os.path.expanduser(base_model)
-    return _absolute(path) if os.path.isdir(path) else base_model
+    path = _absolute(base_model)
+    return path if os.path.isdir(path) else base_model

@@ -30,12 +30,14 @@ class StubBackend:
         self.fail_before = self.fail_after = False
         self.during = lambda: None
         self.committed: CommittedStep | None = None
-        self._unfinished: list | None = None
+        self.prepared = True
 
     async def _open_ledger(self, model):
         return None
 
     async def _prepare_backend_for_training(self, model):
+        if not self.prepared:
+            raise ConfigError("cannot be prepared")
         return "http://127.0.0.1:9/v1", "a-secret-key"
 
     async def _get_step(self, model):
@@ -44,24 +46,32 @@ class StubBackend:
     async def _get_committed(self, model):
         return self.committed
 
-    async def _train_model(self, model, groups, config, dev_config):
+    def _check_prepared(self, model):
+        if not self.prepared:
+            raise ConfigError("not prepared")
+
+    async def _train_model(self, model, groups, config, dev_config, *, call):
         self.seen.append((list(groups), config))
         if self.fail_before:
             raise RuntimeError("lost before the step")
-        if self._unfinished != groups:
-            self.step += 1
-            self._unfinished = groups
+        self._take(call, "train")
         if self.fail_after:
             raise RuntimeError("lost after the step")
-        self._unfinished = None
         self.during()
-        yield {"loss": 1.0, "seconds": 2.0}
+        yield {"loss": 1.0, "seconds": 2.0, "num_groups_submitted": 1.0}
         yield {"loss": 3.0}
 
-    async def _sft_model(self, model, groups, config):
+    async def _sft_model(self, model, groups, config, *, call):
         self.seen.append((list(groups), config))
-        self.step += 1
+        self._take(call, "sft")
         yield {"loss": 0.5}
+
+    def _take(self, call, split):
+        if self.committed is None or self.committed.request_id != call.request_id:
+            assert call.step == self.step
+            self.step += 1
+            metrics = {"loss": 2.0, "num_groups_submitted": 1.0}
+            self.committed = CommittedStep(self.step, split, call.request_id, metrics)
 
     async def _delete_checkpoint_files(self, model, steps_to_keep):
         self.kept = sorted(steps_to_keep)
@@ -172,7 +182,7 @@ def test_names_pin_versions(tmp_path):
 async def test_training_logs_the_groups_at_the_step_before_and_the_metrics_at_the_step_after(registered, tmp_path):
     model, backend = registered
     result = await model.train([group(0.0, 1.0)], art_ray.TrainConfig(learning_rate=0.1))
-    assert (result.step, result.metrics) == (1, {"loss": 2.0, "seconds": 2.0})
+    assert (result.step, result.metrics) == (1, {"loss": 2.0, "seconds": 2.0, "num_groups_submitted": 1.0})
     before, after = lines(tmp_path)
     assert (before["step"], before["train/reward"]) == (0, 0.5)
     assert (after["step"], after["train/loss"], after["train/seconds"]) == (1, 2.0, 2.0)
@@ -233,6 +243,73 @@ async def test_metrics_that_a_dead_process_left_unlogged_are_logged_once_by_its_
         model = trainable(tmp_path)
         await model.register(backend)
     assert [(line["step"], line["train/loss"]) for line in lines(tmp_path)] == [(3, 0.5)]
+
+
+async def test_registering_again_between_a_failure_and_its_repetition_changes_nothing(registered, tmp_path):
+    model, backend = registered
+    groups = [group(0.0, 1.0)]
+    backend.fail_after = True
+    with pytest.raises(RuntimeError, match="lost"):
+        await model.train(groups)
+    backend.fail_after = False
+    await model.register(backend)
+    assert (await model.train(groups)).step == 1
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1]
+
+
+async def test_other_groups_after_a_call_that_was_given_up_are_the_next_step_and_its_metrics_are_kept(
+    registered, tmp_path
+):
+    model, backend = registered
+    backend.fail_after = True
+    with pytest.raises(RuntimeError, match="lost"):
+        await model.train([group(0.0, 1.0)])
+    backend.fail_after = False
+    assert (await model.train([group(0.0, 2.0)])).step == 2
+    assert [(line["step"], "train/loss" in line) for line in lines(tmp_path)] == [
+        (0, False),
+        (1, True),
+        (1, False),
+        (2, True),
+    ]
+
+
+async def test_a_model_that_cannot_train_is_refused_before_anything_is_remembered(tmp_path):
+    model, backend = trainable(tmp_path), StubBackend()
+    backend.prepared = False
+    with pytest.raises(ConfigError, match="cannot be prepared"):
+        await model.register(backend)
+    with pytest.raises(NotRegisteredError):
+        await model.train([group(0.0, 1.0)])
+    backend.prepared = True
+    await model.register(backend)
+    backend.prepared = False
+    with pytest.raises(ConfigError, match="not prepared"):
+        await model.train([group(0.0, 1.0)])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"metrics": {"x": "y"}}, TypeError),
+        ({"metrics": [1]}, TypeError),
+        ({"step": "3"}, TypeError),
+        ({"step": -1}, ValueError),
+    ],
+)
+async def test_arguments_of_a_log_call_are_checked_where_it_is_made(tmp_path, arguments, error):
+    model = art_ray.Model(name="m", project="p", base_path=str(tmp_path), report_metrics=[])
+    with pytest.raises(error):
+        await model.log([group(1.0)], **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_home_folder_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = art_ray.Model(name="m", project="p", base_path="~/runs", report_metrics=[])
+    await model.log([group(1.0)])
+    assert (tmp_path / "runs/p/models/m/history.jsonl").exists()
 
 
 async def test_failures_are_part_of_what_makes_two_calls_the_same(registered, tmp_path):

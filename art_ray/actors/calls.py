@@ -45,15 +45,12 @@ async def answer(ref: Any, wait: Wait) -> Any:
         ActorDiedError: the actor died.
         ActorError: it raised something else; carries its traceback as text.
     """
-    future = asyncio.wrap_future(ref.future())
+    future = _future(ref)
     # Not wait_for: an actor's own TimeoutError would look like a missed deadline.
     done, _ = await asyncio.wait({future}, timeout=wait.timeout_s)
     if not done:
         raise _late(wait, wait.timeout_s)
-    try:
-        return future.result()
-    except ray_errors.RayError as error:
-        raise _ours(error, wait) from None
+    return _value(future, wait)
 
 
 def answer_now(ref: Any, wait: Wait) -> Any:
@@ -106,18 +103,32 @@ async def watch(ref: Any, wait: Wait, progress: Callable[[], Awaitable[Any]], re
     Raises:
         DeadlineError, ArtRayError, ActorError: as `answer`.
     """
-    future = asyncio.wrap_future(ref.future())
+    future = _future(ref)
     seen, moved = None, time.monotonic()
     while True:
         done, _ = await asyncio.wait({future}, timeout=POLL_INTERVAL_S)
         if done:
-            return await answer(ref, wait)
+            return _value(future, wait)
         current = await progress()
         if current != seen:
             seen, moved = current, time.monotonic()
             report(current)
         elif time.monotonic() - moved > wait.timeout_s:
             raise _late(wait, wait.timeout_s)
+
+
+def _future(ref: Any) -> asyncio.Future[Any]:
+    future = asyncio.wrap_future(ref.future())
+    # Whoever was cancelled or ran out of time asks no more: what comes then is no news to anybody.
+    future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return future
+
+
+def _value(future: asyncio.Future[Any], wait: Wait) -> Any:
+    try:
+        return future.result()
+    except ray_errors.RayError as error:
+        raise _ours(error, wait) from None
 
 
 def _late(wait: Wait, waited_s: float) -> DeadlineError:

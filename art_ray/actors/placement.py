@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +63,14 @@ def placed(actor: Any, name: str, *arguments: Any, node: str = "?", **options: A
         ) from error
 
 
-def require(asked: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+def require(
+    asked: Mapping[str, Mapping[str, float]], beside: Sequence[Mapping[str, Mapping[str, float]]] = ()
+) -> dict[str, str]:
     """Checks that each actor fits on some node, beside those that were fitted before it.
 
     Args:
         asked: for each actor's name, its resources, such as `{"CPU": 1, "GPU": 1}`.
+        beside: the same of actors that stay.
 
     Returns:
         The address of a node for each actor. Ray may choose another one.
@@ -77,6 +80,7 @@ def require(asked: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
             fits on no single node.
     """
     nodes = {node["NodeManagerAddress"]: dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
+    asked = {name: resources for group in (*beside, asked) for name, resources in group.items()}
     _require_sum(asked, nodes)
     placed_on: dict[str, str] = {}
     for name, resources in sorted(asked.items(), key=lambda item: -sum(item[1].values())):

@@ -82,9 +82,9 @@ class TrainerActor:
         """Returns how far the current train call is, as the trainer last reported it."""
         return self._progress
 
-    async def step(self) -> int | None:
-        """Returns the step of the newest commit, at once; None before `start`."""
-        return self._trainer.step if self._trainer is not None else None
+    async def settled(self) -> int:
+        """Returns the step of the newest commit, once no step is being taken any more."""
+        return await self._run(lambda: self._made().step)
 
     async def adapter(self, step: int) -> AdapterVersion:
         """Returns the adapter of a committed step, as the serving actors take it."""

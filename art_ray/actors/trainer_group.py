@@ -109,13 +109,15 @@ class TrainerGroup:
                 await self._replace(f"lost in step {request.step + 1} (attempt {attempt} of {ATTEMPTS}): {error}")
         return await self._train(request, report)
 
-    async def ensure(self) -> int:
-        """Returns the step of the newest commit, once the actors are replaced where the first one is gone."""
+    async def settled(self) -> int:
+        """Returns the step of the newest commit, once a step that is still being taken, by a call that was given up,
+        has ended. Actors that are gone or stand still are replaced.
+        """
         try:
             first = self._ranks[0]
-            wait = first.wait("step", "a sign of life", self._deadlines.check_s)
-            return int(await calls.answer(first.handle.step.remote(), wait))
-        except (IndexError, ActorDiedError) as error:
+            wait = first.wait("settled", "the end of a step", self._deadlines.standstill_s)
+            return int(await calls.answer(first.handle.settled.remote(), wait))
+        except (IndexError, ActorDiedError, DeadlineError) as error:
             return await self._replace(f"gone: {error}")
 
     def adapter(self, step: int) -> Any:
@@ -132,7 +134,7 @@ class TrainerGroup:
             self._together = None
 
     async def _train(self, request: TrainRequest, report: Callable[[Any], None]) -> dict[str, float]:
-        await self.ensure()
+        await self.settled()
         first = self._ranks[0]
         alive = first.wait("progress", "a sign of life", self._deadlines.standstill_s)
 

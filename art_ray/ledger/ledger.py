@@ -146,7 +146,7 @@ class Ledger:
             LedgerWriteError: the disk did not take it; nothing earlier is harmed.
         """
         validate_part("split", split)
-        step = _checked_step(step)
+        step = checked_step(step)
         given = {} if metrics is None else checked_metrics(metrics, "metrics")
         with self._lock, explained(f"logging {split!r} at step {step} to {self.folder}"):
             receipt = self._repeated(request_id, split, step) if request_id is not None else None
@@ -320,7 +320,13 @@ def _chained(first: TrajectoryGroup, rest: Iterator[TrajectoryGroup]) -> Iterato
     yield from rest
 
 
-def _checked_step(step: object) -> int:
+def checked_step(step: object) -> int:
+    """Returns `step` as an int.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is negative, or too large for a file's column.
+    """
     try:
         number = operator.index(step)  # type: ignore[arg-type]
     except TypeError:

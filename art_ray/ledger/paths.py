@@ -56,7 +56,7 @@ def model_dir(base_path: str | os.PathLike[str], project: str, name: str) -> Pat
     Raises:
         InvalidNameError: a project or name that cannot be part of a path.
     """
-    return Path(base_path) / validate_part("project", project) / "models" / validate_part("name", name)
+    return Path(base_path).expanduser() / validate_part("project", project) / "models" / validate_part("name", name)
 
 
 def parquet_name(step: int, copy: int = 0) -> str:

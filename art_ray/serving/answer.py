@@ -74,8 +74,9 @@ class Labelling:
     async def _send_whole(self) -> None:
         assert self._start is not None
         body, status = bytes(self._buffer), self._start["status"]
-        if status == 200:
-            answer = label_answer(json.loads(body), self._request, self._step, self._served_name)
+        # The engine answers a client that has left with `null`.
+        if status == 200 and isinstance(said := json.loads(body), dict):
+            answer = label_answer(said, self._request, self._step, self._served_name)
             if self._record is not None:
                 self._record(answer["choices"], self._size_bytes)
             body = json.dumps(answer, ensure_ascii=False).encode()

@@ -28,6 +28,8 @@ TAG = "ART_RAY_ENGINE_RUN"
 SHARED_MEMORY = Path("/dev/shm")
 START_S = 30.0
 """How long the guard's process may take to start."""
+CALM_S = 3.0
+"""Seconds without a process of the run after which its owner's death is taken to have no more consequences."""
 KILL_S = 15.0
 """How long a killed process may take to vanish. One that waits for a device cannot be killed."""
 _PREFIX = "art_ray-"
@@ -87,7 +89,8 @@ class Guard:
 
     def end(self, timeout_s: float = 20.0) -> None:
         """Kills what is left of the run and removes its directory. Again: no effect."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # the guard is gone, or this was called before
+            self._alive.write(b"all has been ended in order\n")
             self._alive.close()
         if not self._ended.closed:
             select.select([self._ended], [], [], timeout_s)  # the guard holds the other end until it is done
@@ -135,18 +138,25 @@ def processes_of(run: str) -> dict[int, bytes]:
     return found
 
 
-def kill_run(run: str, timeout_s: float | None = None) -> list[int]:
+def kill_run(run: str, timeout_s: float | None = None, calm_s: float = 0.0) -> list[int]:
     """Kills every process of `run` until there is none, and removes the shared memory that they had mapped.
 
     Python's resource trackers stay, and the guards of runs within this one: they end by themselves, once the processes
-    that they serve are gone. Returns the ids of the processes that are still there after `timeout_s` (`KILL_S`).
+    that they serve are gone. There is none once `calm_s` have passed without one: a process that is being started shows
+    no environment for a moment. Returns the ids of those that are still there after `timeout_s` (`KILL_S`).
     """
     deadline = time.monotonic() + (KILL_S if timeout_s is None else timeout_s)
     segments: set[Path] = set()
     spared = (_TRACKER, os.path.basename(__file__).encode())
-    while pids := [pid for pid, command in processes_of(run).items() if not any(name in command for name in spared)]:
-        if time.monotonic() > deadline:
-            return sorted(pids)
+    calm_since = time.monotonic()
+    while True:
+        pids = [pid for pid, command in processes_of(run).items() if not any(name in command for name in spared)]
+        if pids:
+            calm_since = time.monotonic()
+            if calm_since > deadline:
+                return sorted(pids)
+        elif time.monotonic() - calm_since >= calm_s:
+            break
         for pid in pids:
             segments |= _mapped(pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -179,9 +189,9 @@ def sweep(parent: Path = SHARED_MEMORY) -> list[str]:
     return swept
 
 
-def _end_run(directory: Path) -> bool:
+def _end_run(directory: Path, calm_s: float = 0.0) -> bool:
     """Returns whether nothing of the run is left. Otherwise its directory stays, for a later `sweep`."""
-    if unkillable := kill_run(directory.name):
+    if unkillable := kill_run(directory.name, calm_s=calm_s):
         with contextlib.suppress(OSError):  # standard error may be closed by now
             pids = ", ".join(map(str, unkillable))
             print(f"art_ray: {directory.name}: cannot kill {pids}: do they wait for a device?", file=sys.stderr)
@@ -207,9 +217,10 @@ def _main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.write(1, f"{os.getpid()}\n".encode())
+    in_order = False
     while os.read(0, 4096):
-        pass
-    _end_run(directory)
+        in_order = True
+    _end_run(directory, 0.0 if in_order else CALM_S)
 
 
 if __name__ == "__main__":

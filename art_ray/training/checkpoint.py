@@ -169,11 +169,14 @@ def verify(checkpoints_dir: Path, step: int) -> Manifest:
         try:
             found = _entry(path)
         except OSError as error:
-            raise CheckpointError(f"checkpoint {step}: {path}: {error.strerror}") from None
+            raise CheckpointError(
+                f"checkpoint {step}: {path}: {error.strerror}. Move {path.parent} away to go on from the step before it"
+            ) from None
         if found != entry:
             raise CheckpointError(
                 f"checkpoint {step}: {path} was altered: its manifest says {entry.size_bytes} bytes with sha256 "
-                f"{entry.sha256}, found {found.size_bytes} bytes with {found.sha256}"
+                f"{entry.sha256}, found {found.size_bytes} bytes with {found.sha256}. Move {path.parent} away to go on "
+                "from the step before it"
             )
     return manifest
 

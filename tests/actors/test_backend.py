@@ -4,7 +4,8 @@ import pytest
 import ray
 
 import art_ray
-from art_ray.errors import ConfigError
+from art_ray.backend import Call
+from art_ray.errors import ConfigError, ResourcesError
 from art_ray.ray_backend import RayBackend, _key, _Running
 from art_ray.types import TrainConfig
 
@@ -12,25 +13,19 @@ pytestmark = pytest.mark.usefixtures("ray_instance")
 
 
 class StubTrainerGroup:
-    """Counts the steps that a trainer would take, and finds a repeated one done, as the real one does."""
+    """Keeps the requests that a trainer would get."""
 
     def __init__(self) -> None:
-        self.step = 0
         self.requests = []
-        self.fail_to_publish = False
 
-    async def ensure(self) -> int:
-        return self.step
+    async def settled(self) -> int:
+        return 0
 
     async def train(self, request, report):
         self.requests.append(request)
-        if request.step == self.step:
-            self.step += 1
-        return {"loss": float(len(self.requests))}
+        return {"loss": 1.0}
 
     def adapter(self, step):
-        if self.fail_to_publish:
-            raise ConnectionError("no replica took it")
         return step
 
     def stop(self) -> None:
@@ -42,37 +37,32 @@ def trained(tmp_path):
     model = art_ray.TrainableModel(name="m", project="p", base_model="base", base_path=str(tmp_path))
     backend, trainer = RayBackend(), StubTrainerGroup()
     spec, serving = backend._options_of(model)
-    backend._models[_key(model)] = _Running(trainer, spec, serving)
+    resources = {"trainer:p/m:0": {"CPU": 1.0}, "vllm:p/m:0": {"CPU": 1.0}}
+    backend._models[_key(model)] = _Running(trainer, spec, serving, resources=resources)
     return model, backend, trainer
 
 
-async def train(backend, model, groups, config=None):
-    return [m async for m in backend._train_model(model, groups, config or TrainConfig(), {})]
+async def train(backend, model, groups, config=None, call=None):
+    call = call or Call("train-1", 0)
+    return [m async for m in backend._train_model(model, groups, config or TrainConfig(), {}, call=call)]
 
 
-async def test_a_call_repeated_after_its_commit_is_the_same_step_with_the_options_of_the_repetition(trained):
+async def test_the_trainer_gets_the_step_and_the_name_of_the_call_with_the_options_of_this_attempt(trained):
     model, backend, trainer = trained
     groups = [ray.put("a"), ray.put("b")]
-    trainer.fail_to_publish = True
-    with pytest.raises(ConnectionError):
-        await train(backend, model, groups, TrainConfig(learning_rate=1.0))
-    trainer.fail_to_publish = False
-    await train(backend, model, groups, TrainConfig(learning_rate=0.5))
-    first, second = trainer.requests
-    assert (first.step, first.request_id) == (second.step, second.request_id)
-    assert (first.config.learning_rate, second.config.learning_rate) == (1.0, 0.5)
-    assert await backend._get_step(model) == 1
+    for rate in (1.0, 0.5):
+        await train(backend, model, groups, TrainConfig(learning_rate=rate), Call("train-abc", 7))
+    assert {(r.step, r.request_id, r.groups, r.supervised) for r in trainer.requests} == {
+        (7, "train-abc", tuple(groups), False)
+    }
+    assert [r.config.learning_rate for r in trainer.requests] == [1.0, 0.5]
 
 
-async def test_other_groups_after_a_failed_call_are_the_next_step(trained):
-    model, backend, trainer = trained
-    trainer.fail_to_publish = True
-    with pytest.raises(ConnectionError):
-        await train(backend, model, [ray.put("a")])
-    trainer.fail_to_publish = False
-    await train(backend, model, [ray.put("b")])
-    assert [request.step for request in trainer.requests] == [0, 1]
-    assert len({request.request_id for request in trainer.requests}) == 2
+async def test_a_second_model_for_which_there_is_no_room_is_refused_at_once(trained):
+    _, backend, _ = trained
+    second = art_ray.TrainableModel(name="second", project="p", base_model="base")
+    with pytest.raises(ResourcesError, match="CPU: asked 4, present 2, missing 2"):
+        await backend._prepare_backend_for_training(second)
 
 
 async def test_models_are_told_apart_by_their_base_path_and_refused_with_other_options(trained, tmp_path):

@@ -8,9 +8,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.processes import Marked
+from tests.processes import Marked, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -20,6 +21,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _takes_jobs(address: str, token: str) -> bool:
+    """Whether an agent is there that runs jobs: `ray start` returns some seconds before."""
+    url, headers = f"{address}/api/jobs/", {"Authorization": f"Bearer {token}"}
+    try:
+        return httpx.post(url, headers=headers, json={"entrypoint": "true"}).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @pytest.fixture
@@ -55,6 +65,7 @@ def test_the_example_runs_as_a_job_and_its_files_are_where_it_was_told(head, sma
         f"--base-path={tmp_path}/art", f"--base-model={small_model}",
         "--steps=3", "--groups=2", "--group-size=4",
     ]  # fmt: skip
+    wait_until(lambda: _takes_jobs(address, environment["RAY_AUTH_TOKEN"]), 90, "the head to take jobs")
     job = Marked(command, tmp_path / "job.log", env=environment)
     try:
         output = job.succeed(420)
