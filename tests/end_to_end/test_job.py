@@ -36,7 +36,7 @@ def _takes_jobs(address: str, token: str) -> bool:
 def head():
     """A head node of our own, by `ray start`: its address for jobs, and the environment that reaches it."""
     folder = Path(tempfile.mkdtemp(prefix="artray-", dir="/tmp"))  # Ray's sockets need a short path
-    port, dashboard_port = free_port(), free_port()
+    port, dashboard_port, agent_port = free_port(), free_port(), free_port()
     environment = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -45,6 +45,7 @@ def head():
     }
     command = [
         RAY, "start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard_port}",
+        f"--dashboard-agent-listen-port={agent_port}",
         "--node-ip-address=127.0.0.1", "--num-cpus=2", f"--temp-dir={folder}", "--disable-usage-stats",
     ]  # fmt: skip
     node = Marked(command, folder / "head.log", env=environment)
