@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -221,11 +221,12 @@ class RayBackend:
             # Trainer and engine take turns, so that a logical core for each is there even on one real one.
             options |= {"include_dashboard": False, "num_cpus": max(2, os.cpu_count() or 1)}
             self._guard = Guard()
-            os.environ[LOCAL_RUN] = self._guard.run
-        try:
+            # Process titles are written over the environment otherwise, by which the guard finds a run's processes.
+            marks = {LOCAL_RUN: self._guard.run, "SPT_NOENV": "1"}
+        else:
+            marks = {}
+        with _environment(marks):
             ray.init(address=self._address, **options)
-        finally:
-            os.environ.pop(LOCAL_RUN, None)
         self._owns_ray = True
 
     def _end_at_exit(self) -> None:
@@ -380,6 +381,21 @@ class RayBackend:
     def _checkpoints_dir(self, model: TrainableModel) -> Path:
         base = _absolute(self._path or model.base_path)
         return Path(model_dir(base, model.project, model.name)) / "checkpoints"
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables for the processes that are started in the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _key(model: Model) -> tuple[str, str, str]:
