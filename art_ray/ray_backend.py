@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,7 @@ from art_ray.ledger.paths import model_dir
 from art_ray.model import Model, TrainableModel
 from art_ray.progress import bar, elapsed
 from art_ray.serving.config import ServingConfig
-from art_ray.serving.guard import Guard
+from art_ray.serving.guard import Guard, variables_set
 from art_ray.serving.spec import Endpoint, EngineSpec
 from art_ray.training import checkpoint
 from art_ray.training.config import LoraSettings, TrainerConfig, TrainerSpec
@@ -222,10 +222,10 @@ class RayBackend:
             options |= {"include_dashboard": False, "num_cpus": max(2, os.cpu_count() or 1)}
             self._guard = Guard()
             # Process titles are written over the environment otherwise, by which the guard finds a run's processes.
-            marks = {LOCAL_RUN: self._guard.run, "SPT_NOENV": "1"}
+            marks: dict[str, str | None] = {LOCAL_RUN: self._guard.run, "SPT_NOENV": "1"}
         else:
             marks = {}
-        with _environment(marks):
+        with variables_set(marks):
             ray.init(address=self._address, **options)
         self._owns_ray = True
 
@@ -381,21 +381,6 @@ class RayBackend:
     def _checkpoints_dir(self, model: TrainableModel) -> Path:
         base = _absolute(self._path or model.base_path)
         return Path(model_dir(base, model.project, model.name)) / "checkpoints"
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for the processes that are started in the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _key(model: Model) -> tuple[str, str, str]:

@@ -14,7 +14,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from art_ray.serving.asgi import Application
 from art_ray.serving.canary import Canary, check_canary, probe
 from art_ray.serving.front import Front, FrontLimits
 from art_ray.serving.gate import VersionGate
-from art_ray.serving.guard import TAG, Guard, processes_of, sweep
+from art_ray.serving.guard import TAG, Guard, processes_of, sweep, variables_set
 from art_ray.serving.last_words import LastWords
 from art_ray.serving.leases import VersionTable
 from art_ray.serving.merge import BaseWeights
@@ -162,7 +162,7 @@ class Engine:
 
     def _start_engine(self) -> None:
         assert self._guard is not None
-        with _environment({**environment(self._spec), TAG: self._guard.run}), self._last_words.redirected():
+        with variables_set({**environment(self._spec), TAG: self._guard.run}), self._last_words.redirected():
             self._server.start_engine()
 
     async def _serve(self) -> None:
@@ -372,22 +372,3 @@ def _written(adapter: AdapterVersion, directory: Path) -> str:
     for name, content in adapter.files.items():
         (directory / name).write_bytes(content)
     return digest({name: (directory / name).read_bytes() for name in adapter.files})
-
-
-@contextlib.contextmanager
-def _environment(values: dict[str, str | None]) -> Iterator[None]:
-    """Sets environment variables for the block; None unsets one."""
-    before = {name: os.environ.get(name) for name in values}
-
-    def apply(wanted: dict[str, str | None]) -> None:
-        for name, value in wanted.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-    apply(values)
-    try:
-        yield
-    finally:
-        apply(before)

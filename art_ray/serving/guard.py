@@ -19,9 +19,10 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["TAG", "Guard", "sweep"]
+__all__ = ["TAG", "Guard", "sweep", "variables_set"]
 
 TAG = "ART_RAY_ENGINE_RUN"
 """Environment variable that names the engine's run which a process belongs to."""
@@ -122,6 +123,25 @@ def _told_pid(descriptor: int) -> int:
     if not told:
         raise ValueError("it ended at once")
     return int(told)
+
+
+@contextlib.contextmanager
+def variables_set(values: dict[str, str | None]) -> Iterator[None]:
+    """Sets environment variables for the block, and for the processes that are started in it; None unsets one."""
+    before = {name: os.environ.get(name) for name in values}
+
+    def apply(wanted: dict[str, str | None]) -> None:
+        for name, value in wanted.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    apply(values)
+    try:
+        yield
+    finally:
+        apply(before)
 
 
 def processes_of(run: str) -> dict[int, bytes]:
