@@ -71,7 +71,7 @@ bench: install ## runs all benchmarks, or ONLY=name, and updates bench.json
 # of wheels), or PIP_EXTRA_INDEX_URL (PyTorch's own index of CPU wheels). Neither is written into a lock.
 # Pins that still fit are kept; UPGRADE=1 takes the newest releases instead.
 
-COMPILE := pip compile pyproject.toml --extra demo --group dev --override cluster/requirements/overrides.txt \
+COMPILE := pip compile pyproject.toml --extra demo --extra examples --extra tinker --group dev --override cluster/requirements/overrides.txt \
   --python-version 3.11 --annotation-style line --index-strategy unsafe-best-match
 LOCK_TOOLS := .cache/lock-tools
 UV := $(LOCK_TOOLS)/bin/uv
