@@ -19,12 +19,13 @@ from art_ray.ledger.files import append_line, explained, locked, make_dirs
 if TYPE_CHECKING:
     import polars
 
-__all__ = ["History", "StepMeans", "row_of"]
+__all__ = ["History", "MetricSummary", "StepMeans", "row_of"]
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 _CLOSING = ord("}")
+_NO_METRICS = frozenset(("step", "recorded_at"))
 RELATIVE_TIE = 1e-12
 """Means closer than this share of their size are equal: they differ by the rounding of their sums."""
 
@@ -37,6 +38,35 @@ class StepMeans:
     """[S] int64, ascending."""
     means: np.ndarray
     """[S] float64, all finite."""
+
+    def best_step(self, mode: Literal["max", "min"] = "max") -> int | None:
+        """Returns the step with the best mean; a tie goes to the higher step. None where there is no step."""
+        if not len(self.steps):
+            return None
+        values = self.means if mode == "max" else -self.means
+        best = values.max()
+        return int(self.steps[values >= best - abs(best) * RELATIVE_TIE].max())
+
+
+@dataclass
+class MetricSummary:
+    """What there is of one metric, over all lines that have a finite value of it."""
+
+    count: int = 0
+    """Such lines."""
+    last_step: int | None = None
+    """The highest step among them."""
+    last: float | None = None
+    """The value at that step; the one that was logged last, where there are several."""
+    low: float = math.inf
+    high: float = -math.inf
+
+    def add(self, step: int, value: float) -> None:
+        """Takes the value of one more line."""
+        self.count += 1
+        self.low, self.high = min(self.low, value), max(self.high, value)
+        if self.last_step is None or step >= self.last_step:
+            self.last_step, self.last = step, value
 
 
 class History:
@@ -113,19 +143,27 @@ class History:
         """
         if mode not in ("max", "min"):
             raise ValueError(f"mode is 'max' or 'min', got {mode!r}")
-        found = self.step_means(metric)
-        if not len(found.steps):
-            return None
-        values = found.means if mode == "max" else -found.means
-        best = values.max()
-        return int(found.steps[values >= best - abs(best) * RELATIVE_TIE].max())
+        return self.step_means(metric).best_step(mode)
+
+    def summaries(self) -> dict[str, MetricSummary]:
+        """Returns what there is of each metric, by name; one that never had a finite value is in it too.
+
+        One pass in bounded memory, over all values of all lines.
+        """
+        found: dict[str, MetricSummary] = {}
+        for rows in self._parsed(None):
+            for metric in {key: None for row in rows for key in row if key not in _NO_METRICS}:
+                seen = found.setdefault(metric, MetricSummary())
+                for step, value in _finite_pairs(rows, metric):
+                    seen.add(step, value)
+        return found
 
     def metrics(self) -> list[str]:
         """Returns the names of all metrics that any line has, sorted."""
         names: set[str] = set()
         for row in self.rows():
             names.update(row)
-        return sorted(names - {"step", "recorded_at"})
+        return sorted(names - _NO_METRICS)
 
     def frame(self) -> polars.DataFrame:
         """Returns one row per line, with a column for every key that any line has; absent values are null.

@@ -35,9 +35,11 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "commit",
+    "complete_steps",
     "copy_as_step",
     "delete_all_but",
     "newest_step",
+    "other_steps",
     "read_manifest",
     "step_dir",
     "sweep",
@@ -92,14 +94,38 @@ def newest_step(checkpoints_dir: Path) -> int | None:
     Raises:
         CheckpointError: a step above it is of a newer format.
     """
+    return next((step for step in reversed(_named_steps(checkpoints_dir)) if _is_complete(checkpoints_dir, step)), None)
+
+
+def complete_steps(checkpoints_dir: Path) -> list[int]:
+    """Returns all steps with a complete checkpoint, ascending. See `newest_step`.
+
+    Raises:
+        CheckpointError: one of them is of a newer format.
+    """
+    return [step for step in _named_steps(checkpoints_dir) if _is_complete(checkpoints_dir, step)]
+
+
+def other_steps(checkpoints_dir: Path, steps_to_keep: Collection[int]) -> list[int]:
+    """Returns the steps that `delete_all_but` would delete, ascending: complete or not, and not in `steps_to_keep`.
+
+    Raises:
+        CheckpointError: one of them is of a newer format.
+    """
+    steps = [step for step in _named_steps(checkpoints_dir) if step not in steps_to_keep]
+    for step in steps:
+        _is_complete(checkpoints_dir, step)  # refuses a newer format
+    return steps
+
+
+def _named_steps(checkpoints_dir: Path) -> list[int]:
+    """Returns the steps that have a directory of their name, ascending, whatever is in it."""
     try:
         names = os.listdir(checkpoints_dir)
     except (FileNotFoundError, NotADirectoryError):
-        return None
-    for step in sorted((int(name) for name in names if _STEP_NAME.fullmatch(name)), reverse=True):
-        if _is_complete(checkpoints_dir, step):
-            return step
-    return None
+        return []
+    steps = sorted(int(name) for name in names if _STEP_NAME.fullmatch(name))
+    return [step for step in steps if step_dir(checkpoints_dir, step).is_dir()]
 
 
 def _is_complete(checkpoints_dir: Path, step: int) -> bool:
@@ -281,22 +307,15 @@ def delete_all_but(checkpoints_dir: Path, steps_to_keep: Collection[int]) -> lis
         CheckpointError: one of them is of a newer format; nothing is deleted.
     """
     directory = Path(checkpoints_dir)
-    if not directory.is_dir():
-        return []
-    doomed = {
-        int(path.name): path
-        for path in sorted(directory.iterdir())
-        if _STEP_NAME.fullmatch(path.name) and path.is_dir() and int(path.name) not in steps_to_keep
-    }
-    for step in doomed:
-        _is_complete(directory, step)  # refuses a newer format
+    doomed = other_steps(directory, steps_to_keep)
     for path in directory.glob(f"{_TEMPORARY}deleted-*"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in doomed.values():
+    for step in doomed:
+        path = step_dir(directory, step)
         nameless = directory / f"{_TEMPORARY}deleted-{path.name}-{os.getpid()}"
         os.rename(path, nameless)
         shutil.rmtree(nameless, ignore_errors=True)
-    return list(doomed)
+    return doomed
 
 
 def sweep(checkpoints_dir: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 
 from art_ray.errors import CheckpointError
 
-__all__ = ["LOCK_FILE", "WriterLock"]
+__all__ = ["LOCK_FILE", "WriterLock", "current_writer"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class WriterLock:
     def _acquire(self, descriptor: int) -> None:
         deadline = time.monotonic() + WAIT_S
         while not self._locked(descriptor):
-            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "unknown"
+            holder = _holder(descriptor)
             if time.monotonic() >= deadline:
                 raise CheckpointError(
                     f"another trainer works in {self._path.parent}: {holder}. It was waited for {WAIT_S:g} s. One "
@@ -89,3 +89,28 @@ class WriterLock:
                 "%s: no locks on this file system (%s): nothing keeps a second trainer out", self._path, error
             )
         return True
+
+
+def current_writer(checkpoints_dir: Path) -> str | None:
+    """Returns who holds the lock of `checkpoints_dir` at this moment; None where nobody does, or where it has none.
+
+    Writes nothing. On a file system without locks nobody is ever known to hold one.
+
+    Raises:
+        OSError: the lock's file cannot be read.
+    """
+    try:
+        descriptor = os.open(Path(checkpoints_dir) / LOCK_FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment only, while which a trainer waits
+    except OSError as error:
+        return _holder(descriptor) if error.errno in _TAKEN else None
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _holder(descriptor: int) -> str:
+    return os.pread(descriptor, 1000, 0).decode(errors="replace").strip() or "unknown"
