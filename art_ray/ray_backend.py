@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,19 +18,21 @@ import ray
 
 from art_ray.actors import calls
 from art_ray.actors.deadlines import Deadlines
+from art_ray.actors.fleet_actor import FleetActor, FleetSpec
 from art_ray.actors.model_actor import ActorLedger
-from art_ray.actors.placement import Placed, placed, require, with_gpus
+from art_ray.actors.placement import Placed, driver_node, ended, host_for_others, placed, require, with_gpus
 from art_ray.actors.trainer_actor import TrainRequest
 from art_ray.actors.trainer_group import TrainerGroup
-from art_ray.actors.vllm_actor import VLLMActor
 from art_ray.backend import Call, CommittedStep
 from art_ray.errors import ActorError, ConfigError, DeadlineError, ServingError
 from art_ray.ledger.paths import model_dir
 from art_ray.model import Model, TrainableModel
 from art_ray.progress import bar, elapsed
 from art_ray.serving.config import ServingConfig
+from art_ray.serving.fleet import Address
 from art_ray.serving.guard import Guard, variables_set
-from art_ray.serving.spec import Endpoint, EngineSpec
+from art_ray.serving.listener import reserved_socket
+from art_ray.serving.spec import EngineSpec
 from art_ray.training import checkpoint
 from art_ray.training.config import LoraSettings, TrainerConfig, TrainerSpec
 from art_ray.types import TrainConfig
@@ -51,8 +54,12 @@ class _Running:
     trainer: TrainerGroup
     spec: TrainerSpec
     serving: ServingConfig
-    replicas: list[Placed] = field(default_factory=list)
-    endpoint: Endpoint | None = None
+    fleet: Placed | None = None
+    port: socket.socket | None = None
+    """Keeps the fleet's port for it, whatever becomes of its actor."""
+    serves: Any = None
+    """Reference to the fleet's service, which Ray takes up again if it has to restart the actor."""
+    address: Address | None = None
     key: str = field(default="", repr=False)
     published: set[int] = field(default_factory=set)
     """Steps that replicas were given."""
@@ -88,8 +95,6 @@ class RayBackend:
         self._trainer_config = trainer or TrainerConfig()
         self._lora = lora or LoraSettings()
         self._serving = serving or ServingConfig()
-        if self._serving.replicas > 1:
-            raise ConfigError(f"ServingConfig(replicas={self._serving.replicas}): a backend serves one replica")
         self._path = path
         self._address = address or os.environ.get("RAY_ADDRESS") or "local"
         self._deadlines = deadlines or Deadlines()
@@ -155,8 +160,8 @@ class RayBackend:
                 running = None
             if running is None:
                 running = self._models[_key(model)] = await self._start(model, spec, serving)
-        assert running.endpoint is not None
-        return running.endpoint.base_url, running.key
+        assert running.address is not None
+        return running.address.base_url, running.key
 
     async def _get_step(self, model: TrainableModel) -> int:
         """Returns the newest complete checkpoint's step; reads the disk only."""
@@ -238,7 +243,7 @@ class RayBackend:
         name = f"{model.project}/{model.name}"
         trainer, replica = self._resources(serving)
         resources = {f"trainer:{name}:{rank}": trainer for rank in range(spec.trainer.ranks)}
-        resources[f"vllm:{name}:0"] = replica
+        resources |= {f"vllm:{name}:{index}": replica for index in range(serving.replicas)}
         require(resources, beside=[running.resources for running in self._models.values()])
         group = TrainerGroup(f"trainer:{name}", spec, trainer, self._deadlines)
         running = _Running(group, spec, serving, key=secrets.token_urlsafe(32), resources=resources)
@@ -251,23 +256,32 @@ class RayBackend:
         return running
 
     async def _fill(self, running: _Running, model: TrainableModel, resources: Mapping[str, float]) -> None:
-        """Starts trainer and replica side by side, and publishes the newest step."""
+        """Starts trainer and replicas side by side, and publishes the newest step."""
         name, spec = f"{model.project}/{model.name}", running.spec
-        engine_spec = EngineSpec(
-            base_model=spec.base_model,
-            name=model.name,
-            api_key=running.key,
-            max_lora_rank=spec.lora.r,
-            serving=running.serving,
-            seed=secrets.randbits(31),
+        host = host_for_others()
+        running.port = reserved_socket(host)
+        fleet_spec = FleetSpec(
+            name=f"vllm:{name}",
+            engine=EngineSpec(
+                base_model=spec.base_model,
+                name=model.name,
+                api_key=running.key,
+                max_lora_rank=spec.lora.r,
+                serving=running.serving,
+                host=host,
+                seed=secrets.randbits(31),
+            ),
+            port=running.port.getsockname()[1],
+            checkpoints_dir=spec.checkpoints_dir,
+            resources=resources,
+            place_s=self._deadlines.check_s,
+            stop_s=self._deadlines.stop_s,
         )
-        gpus = resources.get("GPU", 0)
-        replica = placed(VLLMActor, f"vllm:{name}:0", engine_spec, num_cpus=resources["CPU"], num_gpus=gpus)
-        running.replicas.append(replica)
-        starting = replica.wait("start", "the first answer of the engine", self._deadlines.start_s)
-        async with elapsed(f"starting trainer and engine of {name}"):
-            step, running.endpoint = await calls.together(
-                running.trainer.start(), calls.answer(replica.handle.start.remote(), starting)
+        fleet = running.fleet = placed(FleetActor, f"fleet:{name}", fleet_spec, scheduling_strategy=driver_node())
+        starting = fleet.wait("start", "the first answer of the engines", self._deadlines.start_s)
+        async with elapsed(f"starting trainer and engines of {name}"):
+            step, running.address = await calls.together(
+                running.trainer.start(), calls.answer(fleet.handle.start.remote(), starting)
             )
             if checkpoint.newest_step(spec.checkpoints_dir) != step:
                 raise ConfigError(
@@ -275,6 +289,7 @@ class RayBackend:
                     f"{spec.checkpoints_dir}: give RayBackend(path=…) a folder that all nodes share"
                 )
             await self._publish(running, step)
+        running.serves = fleet.handle.serve.remote()
 
     def _request(self, groups: Sequence[Any], config: TrainConfig, call: Call, *, supervised: bool) -> TrainRequest:
         return TrainRequest(
@@ -300,56 +315,41 @@ class RayBackend:
         started = asyncio.get_running_loop().time()
         await running.trainer.settled()
         running.published.add(step)
-        adapter = running.trainer.adapter(step)
-        loaded = await calls.together(
-            *(
-                calls.answer(
-                    replica.handle.load.remote(adapter),
-                    replica.wait("load", f"version {step} to be served", self._deadlines.publish_s),
-                )
-                for replica in running.replicas
-            )
-        )
-        for replica, version in zip(running.replicas, loaded, strict=True):
-            if version.step != step:
-                raise ServingError(f"{replica.name} was given version {step} and answered {version.step}")
+        fleet = _fleet_of(running)
+        loading = fleet.wait("publish", f"version {step} to be served", self._deadlines.publish_s)
+        loaded = await calls.answer(fleet.handle.publish.remote(step, (running.trainer.adapter(step),)), loading)
+        if loaded.step != step:
+            raise ServingError(f"{fleet.name} was given version {step} and answered {loaded.step}")
         return asyncio.get_running_loop().time() - started
 
     async def _held(self, running: _Running) -> set[int]:
-        """Returns the steps that replicas hold; where one does not say, all that it was ever given."""
+        """Returns the steps that replicas hold; where nobody says, all that they were ever given."""
         try:
-            statuses = await self._statuses(running)
+            return set((await self._status(running))["versions"])
         except (ActorError, DeadlineError):
             return set(running.published)
-        return {step for status in statuses for step in status["versions"]}
 
     async def _answers(self, running: _Running) -> bool:
-        """Returns whether every replica lives and can answer requests."""
+        """Returns whether the policy is served, or will be again."""
         try:
-            return all(status["state"] == "running" for status in await self._statuses(running))
+            return bool((await self._status(running))["state"] != "failed")
         except (ActorError, DeadlineError):
             return False
 
-    async def _statuses(self, running: _Running) -> list[dict[str, Any]]:
-        return await calls.together(
-            *(
-                calls.answer(r.handle.status.remote(), r.wait("status", "a sign of life", self._deadlines.stop_s))
-                for r in running.replicas
-            )
-        )
+    async def _status(self, running: _Running) -> dict[str, Any]:
+        fleet = _fleet_of(running)
+        wait = fleet.wait("status", "a sign of life", self._deadlines.stop_s)
+        status: dict[str, Any] = await calls.answer(fleet.handle.status.remote(), wait)
+        return status
 
     async def _stop(self, running: _Running) -> None:
         try:
-            for replica in running.replicas:
-                wait = replica.wait("stop", "the engine to end", self._deadlines.stop_s)
-                try:
-                    await calls.answer(replica.handle.stop.remote(), wait)
-                except (ActorError, DeadlineError) as error:  # the kill below ends it; the reason is worth a line
-                    logger.warning("%s did not stop by itself: %s", replica.name, error)
+            if running.fleet is not None:
+                await ended(running.fleet, 2 * self._deadlines.stop_s)  # each replica has its own share of it
         finally:
-            for replica in running.replicas:
-                ray.kill(replica.handle)
             running.trainer.stop()
+            if running.port is not None:
+                running.port.close()
 
     def _resources(self, serving: ServingConfig) -> tuple[dict[str, float], dict[str, float]]:
         """Returns what a trainer rank and a replica ask of Ray: GPUs where the cluster has any, otherwise CPUs."""
@@ -381,6 +381,11 @@ class RayBackend:
     def _checkpoints_dir(self, model: TrainableModel) -> Path:
         base = _absolute(self._path or model.base_path)
         return Path(model_dir(base, model.project, model.name)) / "checkpoints"
+
+
+def _fleet_of(running: _Running) -> Placed:
+    assert running.fleet is not None, "it is started before anything is asked of it"
+    return running.fleet
 
 
 def _key(model: Model) -> tuple[str, str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from art_ray.actors import calls
 from art_ray.actors.calls import Wait
-from art_ray.errors import ConfigError, ResourcesError
+from art_ray.errors import ActorError, ConfigError, DeadlineError, ResourcesError
 
-__all__ = ["Placed", "driver_node", "placed", "require", "with_gpus"]
+__all__ = ["Placed", "driver_node", "ended", "host_for_others", "placed", "require", "with_gpus"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,12 @@ class Placed:
 def driver_node() -> NodeAffinitySchedulingStrategy:
     """Returns the strategy that pins an actor to the node of the caller."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def host_for_others() -> str:
+    """Returns the address to listen on here: loopback on a cluster of one node, otherwise the node's own."""
+    alone = sum(node["Alive"] for node in ray.nodes()) == 1
+    return "127.0.0.1" if alone else str(ray.util.get_node_ip_address())
 
 
 def with_gpus() -> bool:
@@ -61,6 +71,17 @@ def placed(actor: Any, name: str, *arguments: Any, node: str = "?", **options: A
             f"there is an actor {name!r} already: a model of this project and name is registered with another backend "
             "of this process, or under another base path. Use that one, close its backend, or take another name"
         ) from error
+
+
+async def ended(actor: Placed, stop_s: float) -> None:
+    """Has an actor stop by itself, and ends it if it has not after `stop_s` seconds. Never raises."""
+    try:
+        wait = actor.wait("stop", "its processes to end", stop_s)
+        await calls.answer(actor.handle.stop.remote(), wait)
+    except (ActorError, DeadlineError) as error:
+        logger.debug("%s did not stop by itself: %s", actor.name, error)
+    finally:
+        ray.kill(actor.handle)
 
 
 def require(

@@ -99,6 +99,12 @@ class ServingConfig(FrozenConfig):
     """Seconds that an engine has from its start to the first answer."""
     load_timeout_s: float = pydantic.Field(default=300.0, gt=0)
     """Seconds that loading a version may take, waiting for a place or for running requests included."""
+    queue_timeout_s: float = pydantic.Field(default=600.0, gt=0)
+    """Seconds that a request may wait for a replica with room, or for one to come back; then status 503."""
+    probe_interval_s: float = pydantic.Field(default=15.0, gt=0)
+    """Seconds between two looks at a replica that has shown no fault."""
+    probe_timeout_s: float = pydantic.Field(default=120.0, gt=0)
+    """Seconds that a replica has to compute one token, whatever else it does, before it is taken to stand still."""
     request_timeout_s: float = pydantic.Field(default=1800.0, gt=0)
     """Seconds after which a request that has not ended is cut off with status 504."""
     pin_ttl_s: float = pydantic.Field(default=240.0, gt=0)

@@ -1,4 +1,4 @@
-"""One replica: an engine, the versions it holds, and the front through which clients reach it.
+"""One replica: an engine, the versions it holds, and the door through which the front reaches it.
 
 The engine and its server live in a thread with an event loop of its own, so that whoever owns the replica stays
 responsive while vLLM starts, loads and serves. One engine per process: it sets environment variables for its start.
@@ -20,16 +20,14 @@ from typing import Any, TypeVar
 
 from art_ray.errors import ArtRayError, ConfigError, DeadlineError, EngineError, ServingError
 from art_ray.serving.adapter import AdapterVersion, LoadedVersion, digest
-from art_ray.serving.asgi import Application
 from art_ray.serving.canary import Canary, check_canary, probe
-from art_ray.serving.front import Front, FrontLimits
-from art_ray.serving.gate import VersionGate
+from art_ray.serving.door import Door
 from art_ray.serving.guard import TAG, Guard, processes_of, sweep, variables_set
 from art_ray.serving.last_words import LastWords
-from art_ray.serving.leases import VersionTable
+from art_ray.serving.listener import bound_socket
 from art_ray.serving.merge import BaseWeights
 from art_ray.serving.spec import Endpoint, EngineSpec
-from art_ray.serving.vllm_server import VLLMServer, bound_socket, environment, event_loop
+from art_ray.serving.vllm_server import VLLMServer, environment, event_loop
 
 __all__ = ["Endpoint", "Engine", "EngineSpec", "LoadedVersion"]
 
@@ -46,14 +44,16 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._server = VLLMServer(spec)
-        self._table = VersionTable(spec.name)
         self._last_words = LastWords(passed_on=spec.serving.show_engine_log)
         self._guard: Guard | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: concurrent.futures.Future[Endpoint] = concurrent.futures.Future()
         self._stopping = False
-        self._gate = VersionGate(self._table, spec.serving.max_requests)
+        self._held: dict[int, str] = {}
+        """Hash of each loaded version, by step."""
+        self._written: dict[int, str] = {}
+        """Hash of each version that lies in shared memory, by step."""
         self._loading = asyncio.Lock()
         self._stop = asyncio.Event()
         self._base: BaseWeights | None = None
@@ -84,32 +84,46 @@ class Engine:
                 f"(ServingConfig.start_timeout_s). Its last words:\n{self._last_words.text()}"
             ) from None
 
-    async def load(self, adapter: AdapterVersion, *, holder: str | None = None) -> LoadedVersion:
-        """Loads a version, checks it, and lets it answer requests for the bare name from then on.
-
-        Args:
-            adapter: the version.
-            holder: loads it beside the current version instead, leased to this holder: it stays loaded for
-                `pin_ttl_s` seconds or until `unpin`. Again: from then on anew.
+    async def stage(self, adapter: AdapterVersion) -> None:
+        """Checks a version and writes what loading it needs, while requests go on.
 
         Raises:
-            ServingError: altered on its way, refused by the engine, or without effect on the canary's answer.
-            DeadlineError: no place became free within `load_timeout_s`.
+            ServingError: altered on its way, or made for another base model.
+        """
+        await self._in_loop(self._staged_once(adapter))
+
+    async def load(self, adapter: AdapterVersion) -> LoadedVersion:
+        """Loads a version and checks it; merged weights are changed in place, and no request may be running.
+
+        Raises:
+            ServingError: altered on its way, refused by the engine, or without effect on the canary's answer. An
+                adapter is not held then; of merged weights none are.
             EngineError: the engine is not there; carries its last words.
         """
-        return await self._in_loop(self._load(adapter, holder))
+        return await self._in_loop(self._load(adapter))
 
-    async def unpin(self, holder: str) -> None:
-        """Ends the leases of `holder`; versions that nobody needs then are unloaded."""
+    async def unload(self, step: int) -> None:
+        """Unloads a version that nobody asks for any more; merged weights stay until others take their place."""
+        await self._in_loop(self._unload(step))
 
-        async def unpinned() -> None:
-            self._table.unpin(holder)
-            await self._unload_idle()
+    async def probe(self) -> None:
+        """Has the engine compute one token.
 
-        await self._in_loop(unpinned())
+        Raises:
+            EngineError: the engine is not there; carries its last words.
+        """
+        await self._in_loop(self._server.canary(None))
+
+    async def sleep(self) -> None:
+        """Gives the device's memory back: weights to the host, the cache to nobody. No request may be running."""
+        await self._in_loop(self._server.sleep())
+
+    async def wake(self) -> None:
+        """Takes the device's memory again and puts the weights back."""
+        await self._in_loop(self._server.wake())
 
     def status(self) -> dict[str, Any]:
-        """Returns the versions held, requests in flight, and the engine's health. Never waits."""
+        """Returns the versions held and the engine's health. Never waits."""
         failure = self._failure()
         if self._stopping:
             state = "stopped"
@@ -123,8 +137,7 @@ class Engine:
             "state": state,
             "failure": failure,
             "weights": self._server.weights,
-            **self._table.status(),
-            "in_flight": self._table.requests,
+            "versions": dict(self._held),
         }
 
     async def stop(self) -> None:
@@ -177,7 +190,11 @@ class Engine:
                 raise
         sock = bound_socket(self._spec.host)
         config = uvicorn.Config(
-            self._front(await self._server.application()), log_config=None, access_log=False, lifespan="on", ws="none"
+            Door(await self._server.application(), api_key=self._spec.api_key, failure=self._failure),
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            ws="none",
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -195,138 +212,119 @@ class Engine:
         await asyncio.wait([serving], timeout=5.0)
         self._server.shut_down()
 
-    def _front(self, app: Application) -> Front:
-        serving = self._spec.serving
-        limits = FrontLimits(
-            body_bytes=int(serving.max_body_mib * 2**20),
-            request_timeout_s=serving.request_timeout_s,
-            pin_ttl_s=serving.pin_ttl_s,
-        )
-        return Front(
-            app,
-            self._gate,
-            engine_model=self._server.engine_model,
-            api_key=self._spec.api_key,
-            limits=limits,
-            failure=self._failure,
-            on_left=self._unload_idle,
-            refused_fields=self._server.refused_fields,
-            pins=self._server.weights == "adapter",
-        )
-
     def _endpoint(self, sock: socket.socket) -> Endpoint:
         assert self._guard is not None
         host, port = sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         return Endpoint(
-            base_url=f"http://{shown}:{port}/v1",
+            url=f"http://{shown}:{port}",
             pid=os.getpid(),
             engine_pids=tuple(processes_of(self._guard.run)),
             weights=self._server.weights,
+            max_model_len=self._server.max_model_len,
+            refused_fields=self._server.refused_fields,
         )
 
-    async def _load(self, adapter: AdapterVersion, holder: str | None) -> LoadedVersion:
+    async def _load(self, adapter: AdapterVersion) -> LoadedVersion:
         started = time.monotonic()
-        timeout_s = self._spec.serving.load_timeout_s
-        change = 0.0
-        try:
-            async with asyncio.timeout(timeout_s), self._loading:
-                adapter.check()
-                if holder is not None:
-                    self._refuse_holders(adapter.step)
-                if adapter.step in self._table:
-                    self._table.add(adapter.step, adapter.sha256)  # refuses other contents
-                elif self._server.weights == "adapter":
-                    change = await self._load_beside(adapter)
-                else:
-                    change = await self._load_in_place(adapter)
-                if holder is None:
-                    self._table.make_current(adapter.step)
-                else:
-                    self._table.pin(adapter.step, holder, self._spec.serving.pin_ttl_s)
-                await self._unload_idle()
-        except TimeoutError:
-            raise DeadlineError(
-                f"version {adapter.step} was not loaded within {timeout_s:g} s (ServingConfig.load_timeout_s); "
-                f"versions held and their users: {self._table.status()['versions']}"
-            ) from None
-        return LoadedVersion(
-            adapter.step, self._table.sha256(adapter.step), time.monotonic() - started, canary_change=change
-        )
+        async with self._loading:
+            if self._is_held(adapter):
+                change = 0.0
+            else:
+                found = await self._staged(adapter)
+                load = self._load_beside if self._server.weights == "adapter" else self._load_in_place
+                change = await load(adapter, found)
+        return LoadedVersion(adapter.step, adapter.sha256, time.monotonic() - started, canary_change=change)
 
-    async def _load_beside(self, adapter: AdapterVersion) -> float:
-        """Loads an adapter beside those that are held; returns how far the canary's answer moved."""
-        if self._base is not None:
-            await asyncio.to_thread(self._base.check, adapter)
-        await self._gate.until_room(self._spec.serving.max_versions)
-        await self._unload_idle()
+    def _is_held(self, adapter: AdapterVersion) -> bool:
+        """Returns whether this very version is loaded; raises where its step is, with other contents."""
+        found = self._held.get(adapter.step, adapter.sha256)
+        if found != adapter.sha256:
+            raise ServingError(
+                f"{self._spec.name}@{adapter.step} is loaded with hash {found[:12]}…; another adapter "
+                f"({adapter.sha256[:12]}…) under the same step is refused: a version never changes"
+            )
+        return adapter.step in self._held
+
+    async def _staged_once(self, adapter: AdapterVersion) -> None:
+        async with self._loading:
+            if not self._is_held(adapter):
+                await self._staged(adapter)
+
+    async def _staged(self, adapter: AdapterVersion) -> str:
+        """Writes what loading `adapter` needs, unless it lies there already; returns the hash of what was written."""
+        adapter.check()
         directory = self._directory(adapter.step)
-        found = await asyncio.to_thread(_written, adapter, directory)
+        if self._written.get(adapter.step) != adapter.sha256:
+            await asyncio.to_thread(shutil.rmtree, directory, True)
+            if self._server.weights == "adapter":
+                if self._base is not None:
+                    await asyncio.to_thread(self._base.check, adapter)
+                self._written[adapter.step] = await asyncio.to_thread(_written, adapter, directory)
+            else:
+                assert self._base is not None
+                await asyncio.to_thread(self._base.write_merged, adapter, directory, self._server.dtype)
+                self._written[adapter.step] = digest(adapter.files)
+        return self._written[adapter.step]
+
+    async def _load_beside(self, adapter: AdapterVersion, found: str) -> float:
+        """Loads an adapter beside those that are held; returns how far the canary's answer moved."""
         try:
-            await self._server.add(adapter, directory)
-            return await self._checked(adapter, found, self._canaries.get(self._table.current), adapter.step)
+            await self._server.add(adapter, self._directory(adapter.step))
+            return await self._checked(adapter, found, adapter.step)
         except BaseException:
-            await self._server.remove(adapter.step)
-            shutil.rmtree(directory, ignore_errors=True)
+            await self._forget(adapter.step)
             raise
 
-    async def _load_in_place(self, adapter: AdapterVersion) -> float:
-        """Adds an adapter into the weights, once running requests are done; new ones wait at the gate meanwhile.
+    async def _load_in_place(self, adapter: AdapterVersion, found: str) -> float:
+        """Puts weights with `adapter` in them into the engine's place; returns how far the canary's answer moved.
 
         If it fails in the middle, no version is held: the engine answers nothing until another one is loaded.
         """
-        assert self._base is not None
-        directory, previous = self._directory(adapter.step), self._canaries.get(self._table.current)
         try:
-            await asyncio.to_thread(shutil.rmtree, directory, True)
-            await asyncio.to_thread(self._base.write_merged, adapter, directory, self._server.dtype)
-            async with self._gate.emptied():
-                self._table.clear()
-                await self._server.replace_weights(directory)
-                change = await self._checked(adapter, digest(adapter.files), previous, None)
-                self._table.make_current(adapter.step)
+            self._held.clear()
+            await self._server.replace_weights(self._directory(adapter.step))
+            change = await self._checked(adapter, found, None)
+            self._server.call_weights(adapter.step)
         finally:
-            await asyncio.to_thread(shutil.rmtree, directory, True)
+            self._written.pop(adapter.step, None)
+            await asyncio.to_thread(shutil.rmtree, self._directory(adapter.step), True)
         self._canaries = {None: self._canaries[None], adapter.step: self._canaries[adapter.step]}
         return change
 
-    async def _checked(self, adapter: AdapterVersion, found: str, previous: Canary | None, loaded: int | None) -> float:
+    async def _unload(self, step: int) -> None:
+        async with self._loading:
+            if self._server.weights == "adapter":
+                await self._forget(step)
+
+    async def _forget(self, step: int) -> None:
+        self._held.pop(step, None)
+        self._canaries.pop(step, None)
+        self._written.pop(step, None)
+        await self._server.remove(step)
+        shutil.rmtree(self._directory(step), ignore_errors=True)
+
+    async def _checked(self, adapter: AdapterVersion, found: str, loaded: int | None) -> float:
         """Notes a version as held after its hash and canary were checked; returns how far the canary moved.
 
         Args:
             adapter: the version.
             found: hash of what the engine was given.
-            previous: the canary of the version that was current before.
             loaded: the adapter to ask the engine for; None where it is in the weights.
         """
         if found != adapter.sha256:
             raise ServingError(f"version {adapter.step} was altered while it was written to shared memory")
         base = self._canaries[None]
+        previous = self._canaries[max((step for step in self._canaries if step is not None), default=None)]
         canary = Canary(await self._server.canary(loaded), await asyncio.to_thread(probe, adapter))
         check_canary(adapter.step, canary, base, previous, self._server.dtype)
         self._canaries[adapter.step] = canary
-        self._table.add(adapter.step, found)
-        return canary.change_from(previous or base)
-
-    def _refuse_holders(self, step: int) -> None:
-        if self._server.weights == "merged":
-            raise ServingError(
-                f"version {step} cannot be kept beside others: merged weights hold one version at a time; "
-                "use ServingConfig(weights='adapter')"
-            )
+        self._held[adapter.step] = found
+        return canary.change_from(previous)
 
     def _directory(self, step: int) -> Path:
         assert self._guard is not None
         return self._guard.directory / f"version-{step}"
-
-    async def _unload_idle(self) -> None:
-        """Unloads every version that is neither current nor used."""
-        while steps := self._table.removable():  # anew each time: another task may unload meanwhile
-            step = steps[0]
-            self._table.remove(step)  # first: from here on nobody can ask for it
-            self._canaries.pop(step, None)
-            await self._server.remove(step)
-            shutil.rmtree(self._directory(step), ignore_errors=True)
 
     # --- both sides ---------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""The front: everything a client reaches of an engine.
+"""The front: everything a client reaches of the served policy, behind one URL.
 
-A pure ASGI application around another one. It checks the key on every route (`/health` alone answers without it, with
-one word), lets nothing through but the routes of its list, bounds the body, resolves the model's name to a version that
-is held, keeps that version leased while it answers, and writes into every answer who sampled it. What it does not know
-it passes on unchanged.
+A pure ASGI application around another one, which passes requests to the replicas. It checks the key on every route
+(`/health` alone answers without it, with one word), lets nothing through but the routes of its list, bounds the body,
+resolves the model's name to a version that is held, keeps that version leased while it answers, and writes into every
+answer who sampled it. What it does not know it passes on unchanged.
 
 An agent that names its trajectory, by the header `X-Art-Trajectory-Id` or by a base URL that ends in
 `/trajectories/{id}/v1`, stays on the version it began with (while several are held), and its exchanges are kept for
@@ -13,12 +13,10 @@ An agent that names its trajectory, by the header `X-Art-Trajectory-Id` or by a 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from art_ray.errors import VersionNotServedError
@@ -37,6 +35,8 @@ from art_ray.serving.asgi import (
     send_error,
     send_json,
 )
+from art_ray.serving.dispatch import TRAJECTORY
+from art_ray.serving.door import ROUTES, has_key
 from art_ray.serving.gate import BusyError, VersionGate
 from art_ray.serving.labels import prepare_request
 from art_ray.serving.recording import Exchange, Recorder
@@ -45,16 +45,8 @@ __all__ = ["TRAJECTORY_HEADER", "Front", "FrontLimits"]
 
 TRAJECTORY_HEADER = b"x-art-trajectory-id"
 _CHAT = "/v1/chat/completions"
-_UNCHANGED = {"/tokenize", "/detokenize"}
-_ROUTES = {
-    "/health": "GET",
-    "/v1/models": "GET",
-    "/version": "GET",
-    "/tokenize": "POST",
-    "/detokenize": "POST",
-    _CHAT: "POST",
-    "/v1/completions": "POST",
-}
+_OF_NO_VERSION = {"/tokenize", "/detokenize"}
+_ROUTES = {"/health": "GET", "/v1/models": "GET", **ROUTES}
 _ID = r"[!-.0-~]{1,200}"  # visible ASCII without a slash
 _TRAJECTORY = re.compile(rf"/v1/trajectories/({_ID})")
 _WITHIN_TRAJECTORY = re.compile(rf"/trajectories/({_ID})(/v1/.*)")
@@ -76,15 +68,16 @@ class Front:
     """The ASGI application that clients talk to.
 
     Args:
-        app: the engine's own OpenAI application.
+        app: passes a request on to an engine.
         gate: knows the versions and counts the requests on them.
         engine_model: the name under which the engine knows a version.
         api_key: what clients must send as bearer token.
         limits: bounds of one request.
-        failure: returns why the engine cannot answer (its last words), or None while it can.
+        failure: returns why nobody will answer (an engine's last words), or None while somebody may.
         on_left: awaited when a version may have become free, so that it can be unloaded.
-        refused_fields: fields of a request that would harm the engine, each with the reason; None and False pass.
-        pins: whether a trajectory's first version is kept for it; without, each request is answered by the current one.
+        refused_fields: returns the fields of a request that would harm an engine, each with the reason; None and False
+            pass.
+        pins: returns whether a trajectory's first version is kept for it; if not, the current one answers each request.
         recorder: keeps the exchanges of named trajectories.
     """
 
@@ -98,8 +91,8 @@ class Front:
         limits: FrontLimits,
         failure: Callable[[], str | None] = lambda: None,
         on_left: Callable[[], Awaitable[None]] | None = None,
-        refused_fields: Mapping[str, str] = MappingProxyType({}),
-        pins: bool = True,
+        refused_fields: Callable[[], Mapping[str, str]] = dict,
+        pins: Callable[[], bool] = lambda: True,
         recorder: Recorder | None = None,
     ) -> None:
         self._app = app
@@ -130,7 +123,7 @@ class Front:
     async def _answer(self, scope: Scope, receive: Receive, send: Sending) -> None:
         if scope["path"] == "/health" and scope["method"] == "GET":
             return await self._health(scope, send)
-        if not self._has_key(scope):
+        if not has_key(scope, self._authorization):
             raise RefusedError(401, "invalid_request_error", "the API key is missing or wrong", code="invalid_api_key")
         if match := _TRAJECTORY.fullmatch(scope["path"]):
             return await self._recorded(scope["method"], match[1], send)
@@ -143,22 +136,19 @@ class Front:
         if path == "/v1/models":
             return await send_json(send, 200, self._models())
         if (failure := self._failure()) is not None:
-            raise RefusedError(503, "server_error", f"the engine died. Its last words:\n{failure}")
+            raise RefusedError(503, "server_error", f"no engine is left. Last words:\n{failure}")
         if method == "GET":
             return await self._app(scope, receive, send)
         body = await read_body(scope, receive, self._limits.body_bytes, self._limits.body_timeout_s)
-        if path in _UNCHANGED:
-            return await self._app(scope, replay(body, receive), send)
+        if path in _OF_NO_VERSION:
+            asked = {name: value for name, value in parsed_object(body).items() if name != "model"}
+            return await self._app(scope, replay(json.dumps(asked).encode(), receive), send)
         return await self._generate(scope, receive, send, parsed_object(body), trajectory)
-
-    def _has_key(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._authorization)
 
     async def _health(self, scope: Scope, send: Sending) -> None:
         """Tells anyone whether the engine can answer; why it cannot, those who have the key."""
         failure = self._failure()
-        if failure is not None and not self._has_key(scope):
+        if failure is not None and not has_key(scope, self._authorization):
             failure = "failed"  # what the engine wrote last may hold a prompt, a path or a secret
         await send_json(send, 200 if failure is None else 503, {"status": failure or "ok"})
 
@@ -192,12 +182,12 @@ class Front:
     async def _generate(
         self, scope: Scope, receive: Receive, send: Sending, request: dict[str, Any], trajectory: str | None
     ) -> None:
-        for name, reason in self._refused_fields.items():
+        for name, reason in self._refused_fields().items():
             if (value := request.get(name)) is not None and value is not False:  # 0 asks for something
                 raise RefusedError.bad_request(f"{name!r} is refused: {reason}", name)
         try:
             async with asyncio.timeout(self._limits.request_timeout_s):
-                step = await self._enter(request.get("model"), trajectory if self._pins else None)
+                step = await self._enter(request.get("model"), trajectory if self._pins() else None)
                 try:
                     await self._forward(scope, receive, send, request, step, trajectory)
                 finally:
@@ -251,7 +241,7 @@ class Front:
             self._failure,
             record if is_chat and trajectory is not None else None,
         )
-        await self._app({**scope, "headers": headers}, replay(body, receive), labelling)
+        await self._app({**scope, "headers": headers, TRAJECTORY: trajectory}, replay(body, receive), labelling)
         labelling.finish()
 
 

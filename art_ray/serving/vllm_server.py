@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import json
 import os
-import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +20,14 @@ from art_ray.serving.asgi import Application
 from art_ray.serving.spec import EngineSpec
 from art_ray.types import nearest
 
-__all__ = ["VLLMServer", "bound_socket", "environment", "event_loop"]
+__all__ = ["VLLMServer", "environment", "event_loop"]
 
 _GIB = 2**30
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_NO_VERSION = "(no version)"
+"""Name of weights that are no version: the front asks for none of that name."""
 _CANARY_TOKENS = 32
+_CPU_BLOCK_SIZE = 32
 _RESET_TRIES = 250
 
 
@@ -124,7 +126,13 @@ class VLLMServer:
 
     def engine_model(self, step: int) -> str:
         """Returns the name under which vLLM knows a loaded version."""
-        return f"{self._spec.name}@{step}" if self.weights == "adapter" else self._spec.name
+        return f"{self._spec.name}@{step}"
+
+    def call_weights(self, step: int | None) -> None:
+        """Gives the engine's own weights the name of a version, so that they answer for it and for no other."""
+        [weights] = self._models.base_model_paths
+        name = _NO_VERSION if step is None else self.engine_model(step)
+        self._models.base_model_paths[0] = type(weights)(name=name, model_path=weights.model_path)
 
     @property
     def refused_fields(self) -> dict[str, str]:
@@ -177,6 +185,7 @@ class VLLMServer:
         Raises:
             EngineError: the old weights' cache could not be dropped; the engine must not answer any more.
         """
+        self.call_weights(None)
         await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
         for _ in range(_RESET_TRIES):
             # Refused while a block is in use: an aborted request frees its blocks a moment after it was answered.
@@ -205,6 +214,20 @@ class VLLMServer:
         assert final is not None
         (position,) = final.outputs[0].logprobs
         return [position[token_id].logprob for token_id in token_ids]
+
+    async def sleep(self) -> None:
+        """Moves the weights to the host and drops the cache."""
+        await self._engine.sleep(level=1)
+
+    async def wake(self) -> None:
+        """Moves the weights back and makes an empty cache."""
+        await self._engine.wake_up()
+        await self._engine.reset_prefix_cache()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus answer, in tokens."""
+        return int(self._engine.model_config.max_model_len)
 
     @property
     def dtype(self) -> str:
@@ -239,8 +262,7 @@ class VLLMServer:
         kv_cache_gib = serving.kv_cache_gib or (1.0 if self.device == "cpu" else None)
         arguments: dict[str, Any] = {
             "model": spec.base_model,
-            # Under this name the bare base model would answer: no client can ask for it, the front sees to that.
-            "served_model_name": [spec.name if self.weights == "merged" else "(the base model)"],
+            "served_model_name": [_NO_VERSION],
             "dtype": self._wanted_dtype(),
             "seed": spec.seed,
             "tensor_parallel_size": serving.tensor_parallel,
@@ -257,6 +279,12 @@ class VLLMServer:
         }
         if serving.max_model_len is not None:
             arguments["max_model_len"] = serving.max_model_len
+        if self.device == "cpu":
+            # vLLM's own 128 would leave prompts shorter than that out of the prefix cache, and compute a group's prompt
+            # once per completion.
+            arguments["block_size"] = _CPU_BLOCK_SIZE
+        if spec.sleeps:
+            arguments["enable_sleep_mode"] = True
         if kv_cache_gib is not None:
             arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * _GIB)
         if self.weights == "adapter":
@@ -325,30 +353,3 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
-
-
-def bound_socket(host: str | None) -> socket.socket:
-    """Returns a socket that listens on a free port of `host`; None: the address by which others reach this machine.
-
-    Raises:
-        EngineError: the address cannot be bound.
-    """
-    address = host if host is not None else _own_address()
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.bind((address, 0))
-    except OSError as error:
-        sock.close()
-        raise EngineError(f"the engine cannot listen on {address}: {error}") from error
-    return sock
-
-
-def _own_address() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it makes the kernel choose an address
-        except OSError:
-            return "127.0.0.1"
-        address: str = probe.getsockname()[0]
-        return address

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -12,7 +13,9 @@ import pytest
 
 from art_ray.serving.adapter import AdapterVersion, LoadedVersion
 from art_ray.serving.config import ServingConfig
-from art_ray.serving.engine import Endpoint, Engine, EngineSpec
+from art_ray.serving.engine import Engine
+from art_ray.serving.fleet import Fleet
+from art_ray.serving.spec import EngineSpec
 from tests.serving.adapters import adapter_of
 from tests.small_models import make_tiny_model
 
@@ -57,45 +60,65 @@ def spec_of(model: Path, **serving: object) -> EngineSpec:
     )
 
 
-class Replica:
-    """A started engine and the adapters that may be loaded into it."""
+class InProcess:
+    """A `ReplicaPort` to an engine of this process, which can hold one."""
 
-    def __init__(self, engine: Engine, endpoint: Endpoint, model: Path, adapters: Path) -> None:
-        self.engine, self.endpoint, self.model, self.adapters = engine, endpoint, model, adapters
+    def __init__(self, spec: EngineSpec, name: str = "replica") -> None:
+        self.name = name
+        self.engine = Engine(spec)
+        self.start, self.stage, self.load = self.engine.start, self.engine.stage, self.engine.load
+        self.unload, self.sleep, self.wake = self.engine.unload, self.engine.sleep, self.engine.wake
+        self.probe, self.end = self.engine.probe, self.engine.stop
+
+
+class Replica:
+    """A fleet of one started engine, and the adapters that may be loaded into it."""
+
+    def __init__(self, spec: EngineSpec, model: Path, adapters: Path) -> None:
+        self._port = InProcess(spec)
+        self.fleet = Fleet(spec, lambda index, restarts: self._port)
+        self.engine, self.model, self.adapters = self._port.engine, model, adapters
+        self.base_url = ""
+
+    async def start(self) -> None:
+        self.base_url = (await self.fleet.start()).base_url
+        self.endpoint = await self.engine.start()
+
+    def status(self) -> dict[str, Any]:
+        return self.fleet.status()
 
     def version(self, step: int, contents: int | None = None) -> AdapterVersion:
         """Version `step`, with the adapter of `contents` where that is another one."""
         return AdapterVersion.from_directory(step, self.adapters / str(step if contents is None else contents))
 
-    async def load(self, step: int, contents: int | None = None, **options: object) -> LoadedVersion:
-        return await self.engine.load(self.version(step, contents), **options)  # type: ignore[arg-type]
+    async def publish(self, version: AdapterVersion) -> LoadedVersion:
+        return await self.fleet.publish(version.step, version)
 
-    def client(self, **options: object) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=self.endpoint.base_url, api_key=KEY, max_retries=0, **options)  # type: ignore[arg-type]
+    async def load(self, step: int, contents: int | None = None, *, holder: str | None = None) -> LoadedVersion:
+        return await self.fleet.publish(step, self.version(step, contents), holder=holder)
+
+    def client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=KEY, max_retries=0, **options)
 
 
 @pytest.fixture(scope="session", params=["adapter", "merged"])
-def replica(request: pytest.FixtureRequest, tiny: Path, adapters: Path) -> Iterator[Replica]:
+async def replica(request: pytest.FixtureRequest, tiny: Path, adapters: Path) -> AsyncIterator[Replica]:
     """One engine for all tests of one way of serving; what it answered before its first version is checked here."""
-    engine = Engine(spec_of(tiny, weights=request.param))
-
-    async def started() -> Endpoint:
-        assert engine.status()["state"] == "not started"
-        endpoint = await engine.start()
-        assert await engine.start() == endpoint  # again: no second engine
+    replica = Replica(spec_of(tiny, weights=request.param), tiny, adapters)
+    assert replica.engine.status()["state"] == "not started"
+    try:
+        await replica.start()
+        base_url, endpoint = replica.base_url, replica.endpoint
+        await replica.start()
+        assert (replica.base_url, replica.endpoint) == (base_url, endpoint), "again: no second engine, no second port"
         async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEY}"}) as client:
-            for model in ("policy", "policy@0", str(tiny), "(the base model)"):
-                refused = await client.post(
-                    f"{endpoint.base_url}/chat/completions", json={"model": model, "messages": QUESTION}
-                )
+            for model in ("policy", "policy@0", str(tiny), "(no version)"):
+                refused = await client.post(f"{base_url}/chat/completions", json={"model": model, "messages": QUESTION})
                 assert refused.status_code == 404, "a started engine serves nothing before its first version"
                 assert "no version yet" in refused.text
-        return endpoint
-
-    try:
-        yield Replica(engine, asyncio.run(started()), tiny, adapters)
+        yield replica
     finally:
-        asyncio.run(engine.stop())
+        await replica.fleet.stop()
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ async def test_the_same_version_again_has_no_effect_and_another_under_its_step_i
 
 async def test_a_version_that_is_not_held_is_a_404_that_names_those_held(replica: Replica, client: openai.AsyncOpenAI):
     await replica.load(1)
-    for model in ("policy@0", "policy@7", str(replica.model), "(the base model)", "gpt-4"):
+    for model in ("policy@0", "policy@7", str(replica.model), "(no version)", "gpt-4"):
         with pytest.raises(openai.NotFoundError, match="held: policy@1"):
             await ask(client, model)
 
@@ -100,7 +100,7 @@ async def test_an_altered_adapter_is_refused_and_the_current_version_goes_on(
     version = replica.version(2)
     other = replica.version(3)
     with pytest.raises(ServingError, match="altered on its way"):
-        await replica.engine.load(dataclasses.replace(version, files=other.files))
+        await replica.publish(dataclasses.replace(version, files=other.files))
     assert (await ask(client)).model == "policy@1"
 
 
@@ -110,16 +110,16 @@ async def test_an_adapter_that_does_not_fit_is_refused_and_the_current_version_g
     await replica.load(1)
     other = make_tiny_model(tmp_path / "other", hidden_size=64)
     with pytest.raises(ServingError, match="made for another base model"):
-        await replica.engine.load(adapter_of(other, tmp_path, step=7))
+        await replica.publish(adapter_of(other, tmp_path, step=7))
     if replica.endpoint.weights == "adapter":
         with pytest.raises(ServingError, match=r"policy@8 cannot be loaded: .*rank"):
-            await replica.engine.load(
+            await replica.publish(
                 AdapterVersion.from_directory(8, write_adapter(replica.model, tmp_path / "8", seed=8, rank=64))
             )
     answer = await ask(client)
     assert answer.model == "policy@1"
     assert error_from(replica, sampling_of(answer.choices[0]), 1) < EXACT
-    assert replica.engine.status()["state"] == "running"
+    assert replica.status()["state"] == "ready"
 
 
 async def test_a_streaming_client_gets_everything_that_training_needs(replica: Replica, client: openai.AsyncOpenAI):
@@ -174,7 +174,7 @@ async def test_log_probabilities_of_the_prompt_would_kill_the_engine_and_are_ref
 ):
     await replica.load(1)
     running = asyncio.create_task(ask(client, max_tokens=64))
-    await until(lambda: replica.engine.status()["in_flight"] == 1)
+    await until(lambda: replica.status()["in_flight"] == 1)
     with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
         await ask(client, extra_body={"prompt_logprobs": 1})
     with pytest.raises(openai.BadRequestError, match="echo"):
@@ -199,10 +199,10 @@ async def test_a_bad_request_gets_the_engines_own_error_and_harms_nobody(replica
 async def test_a_client_that_leaves_frees_the_engine(replica: Replica, client: openai.AsyncOpenAI):
     await replica.load(1)
     leaving = [asyncio.create_task(ask(client, max_tokens=400)) for _ in range(4)]
-    await until(lambda: replica.engine.status()["in_flight"] == 4)
+    await until(lambda: replica.status()["in_flight"] == 4)
     for task in leaving:
         task.cancel()
-    await until(lambda: replica.engine.status()["in_flight"] == 0)
+    await until(lambda: replica.status()["in_flight"] == 0)
     assert (await ask(client)).model == "policy@1"
 
 
@@ -219,21 +219,21 @@ async def test_three_versions_at_once_under_load_never_mix(replica: Replica, cli
         assert answer.model == f"policy@{step}"
         for choice in answer.choices:
             assert error_from(replica, sampling_of(choice), step) < EXACT
-    await replica.engine.unpin("evaluation")
-    assert list(replica.engine.status()["versions"]) == [3]
+    await replica.fleet.release("evaluation")
+    assert list(replica.status()["versions"]) == [3]
 
 
 @only_adapter
 async def test_a_version_stays_until_its_last_request_is_done(replica: Replica, client: openai.AsyncOpenAI):
     await replica.load(1)
     running = asyncio.create_task(ask(client, max_tokens=300))
-    await until(lambda: replica.engine.status()["in_flight"] == 1)
+    await until(lambda: replica.status()["in_flight"] == 1)
     await replica.load(2)
-    assert list(replica.engine.status()["versions"]) == [1, 2]
+    assert list(replica.status()["versions"]) == [1, 2]
     answer = await running
     assert answer.model == "policy@1"
     assert error_from(replica, sampling_of(answer.choices[0]), 1) < EXACT
-    await until(lambda: list(replica.engine.status()["versions"]) == [2])
+    await until(lambda: list(replica.status()["versions"]) == [2])
 
 
 @only_adapter
@@ -242,7 +242,7 @@ async def test_a_version_is_loaded_beside_the_current_one_for_its_holder(replica
     await replica.load(2, holder="evaluation")
     assert (await ask(client)).model == "policy@3"
     assert (await ask(client, "policy@2")).model == "policy@2"
-    await replica.engine.unpin("evaluation")
+    await replica.fleet.release("evaluation")
     with pytest.raises(openai.NotFoundError):
         await ask(client, "policy@2")
 
@@ -254,9 +254,9 @@ async def test_a_trajectory_stays_on_the_version_it_began_with(replica: Replica)
         assert (await ask(trajectory)).model == "policy@1"
         await replica.load(2)
         assert (await ask(trajectory)).model == "policy@1"
-        await replica.engine.unpin("t1")
+        await replica.fleet.release("t1")
         assert (await ask(trajectory)).model == "policy@2"
-        await replica.engine.unpin("t1")
+        await replica.fleet.release("t1")
 
 
 @only_merged
@@ -265,7 +265,7 @@ async def test_merged_weights_wait_for_running_requests_and_new_requests_for_the
 ):
     await replica.load(1)
     running = [asyncio.create_task(ask(client, max_tokens=200)) for _ in range(4)]
-    await until(lambda: replica.engine.status()["in_flight"] == 4)
+    await until(lambda: replica.status()["in_flight"] == 4)
     loading = asyncio.create_task(replica.load(2))
     answers = []
     while not loading.done():
@@ -286,17 +286,17 @@ async def test_merged_weights_keep_no_second_version(replica: Replica):
             await replica.load(step, holder="evaluation")
 
 
-def test_nothing_of_a_version_stays_in_shared_memory_once_it_is_unloaded(replica: Replica):
+async def test_nothing_of_a_version_stays_in_shared_memory_once_it_is_unloaded(replica: Replica):
     for step in (1, 2):
-        asyncio.run(replica.load(step))
-    (directory,) = Path("/dev/shm").glob(f"art_ray-{os.getpid()}-*")
+        await replica.load(step)
+    (directory,) = Path("/dev/shm").glob(f"art_ray-{os.getpid()}-*")  # noqa: ASYNC240 - memory, not a disk
     kept = ["version-2"] if replica.endpoint.weights == "adapter" else []
     assert sorted(path.name for path in directory.glob("version-*")) == kept
 
 
 def test_everything_listens_on_loopback_only(replica: Replica):
     listening = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
-    front = f":{httpx.URL(replica.endpoint.base_url).port}"  # by its port: this process may listen for others, too
+    front = f":{httpx.URL(replica.base_url).port}"  # by its port: this process may listen for others, too
     ours = [
         line.split()[3]
         for line in listening
@@ -315,7 +315,7 @@ async def test_a_place_for_a_version_is_awaited_until_the_deadline(replica: Repl
     loading = asyncio.create_task(replica.load(4))
     done, _ = await asyncio.wait([loading], timeout=0.5)
     assert not done
-    await replica.engine.unpin("evaluation")
+    await replica.fleet.release("evaluation")
     assert (await loading).step == 4
 
 
@@ -331,7 +331,7 @@ async def test_a_curl_command_with_a_trajectory_in_its_url_leaves_a_trainable_co
 ):
     await replica.load(1)
     name = f"curl-{streamed}"
-    base_url = replica.endpoint.base_url.removesuffix("/v1") + f"/trajectories/{name}/v1"
+    base_url = replica.base_url.removesuffix("/v1") + f"/trajectories/{name}/v1"
     command = CURL.format(streamed=str(streamed).lower())
     environment = {**os.environ, "BASE_URL": base_url, "KEY": KEY}
     curl = await asyncio.create_subprocess_shell(command, env=environment, stdout=asyncio.subprocess.PIPE)

@@ -203,7 +203,7 @@ async def test_requests_of_one_trajectory_stay_on_its_version(house: House):
 
 
 async def test_with_merged_weights_a_trajectory_is_answered_by_the_current_version():
-    house = House(pins=False)
+    house = House(pins=lambda: False)
     response = await house.client.post(CHAT, json={"model": "policy"}, headers={"x-art-trajectory-id": "t1"})
     assert response.status_code == 200
     assert house.table.status()["versions"][4]["holders"] == []
@@ -358,7 +358,7 @@ async def test_a_websocket_is_closed(house: House):
 
 
 async def test_a_field_that_would_harm_the_engine_is_refused_with_the_reason():
-    house = House(refused_fields={"prompt_logprobs": "the engine dies of it"})
+    house = House(refused_fields=lambda: {"prompt_logprobs": "the engine dies of it"})
     assert (await house.chat(prompt_logprobs=None)).status_code == 200
     response = await house.chat(prompt_logprobs=0)
     assert response.status_code == 400

@@ -81,7 +81,7 @@ MALFORMED: dict[str, Any] = {
 @pytest.fixture
 async def http(replica: Replica):
     await replica.load(1)
-    async with httpx.AsyncClient(base_url=replica.endpoint.base_url.removesuffix("/v1"), timeout=60) as http:
+    async with httpx.AsyncClient(base_url=replica.base_url.removesuffix("/v1"), timeout=60) as http:
         yield http
 
 
@@ -92,7 +92,7 @@ async def test_a_malformed_field_harms_nobody_else(replica: Replica, http: httpx
         response = await http.post("/v1/chat/completions", content=body, headers=WITH_KEY)
         # The engine may take what is merely odd. What it refuses, it refuses as the client's mistake.
         assert response.status_code in (200, 400, 404, 422), f"{field}={value!r:.60}: {response.text[:300]}"
-        assert replica.engine.status()["state"] == "running", f"{field}={value!r:.60} killed the engine"
+        assert replica.status()["state"] == "ready", f"{field}={value!r:.60} killed the engine"
     assert (await http.post("/v1/chat/completions", json=GOOD, headers=WITH_KEY)).status_code == 200
 
 
@@ -110,8 +110,8 @@ async def test_a_thousand_hostile_requests_get_nothing_and_stop_nothing(replica:
     assert resident_bytes() - before < 64 * 2**20
     assert sum(outcomes.values()) == 1000
     assert set(outcomes) <= {"closed", "400", "401", "404", "405", "413", "431"}, outcomes
-    assert replica.engine.status()["in_flight"] == 0
-    assert replica.engine.status()["state"] == "running"
+    assert replica.status()["in_flight"] == 0
+    assert replica.status()["state"] == "ready"
 
 
 async def volley(replica: Replica, http: httpx.AsyncClient, attacks: list[Any], outcomes: Counter[str]) -> None:
@@ -176,7 +176,7 @@ async def long_headers(replica: Replica, http: httpx.AsyncClient) -> str:
 
 async def raw(replica: Replica, content: bytes, wait_s: float) -> str:
     """Sends bytes over a connection of its own, and leaves without reading an answer."""
-    address = urlsplit(replica.endpoint.base_url)
+    address = urlsplit(replica.base_url)
     _, writer = await asyncio.open_connection(address.hostname, address.port)
     with contextlib.suppress(ConnectionError):
         writer.write(content)
@@ -199,7 +199,7 @@ async def test_the_key_is_never_shown(replica: Replica, client: openai.AsyncOpen
     with pytest.raises(openai.NotFoundError) as refused:
         await client.chat.completions.create(model="none", messages=[])
     assert KEY not in str(refused.value)
-    assert KEY not in json.dumps(replica.engine.status())
+    assert KEY not in json.dumps(replica.status())
     assert KEY not in repr(replica.engine._spec)
 
 
