@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from art_ray.cli import output, runs
+from art_ray.cli import checkpoints, compare, history, output, replay, runs, show
 from art_ray.errors import ArtRayError, ConfigError, UnknownMetricError
 
 __all__ = ["app"]
@@ -43,6 +43,7 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     cls=_Commands,
     no_args_is_help=True,
+    context_settings={"max_content_width": 110},
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -57,5 +58,13 @@ def _art_ray() -> None:
     """
 
 
-for command in (runs.runs,):
+for command in (
+    runs.runs,
+    history.history,
+    show.show,
+    compare.compare,
+    replay.replay,
+    checkpoints.export_adapter,
+    checkpoints.delete_checkpoints,
+):
     app.command()(command)

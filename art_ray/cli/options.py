@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["BasePath", "Json", "RunName"]
+__all__ = ["BasePath", "Json", "Last", "Plot", "Png", "RunName", "Split", "Step"]
 
 RunName = Annotated[
     str,
@@ -21,3 +21,13 @@ BasePath = Annotated[
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on the standard output.")]
 """Give it the default False; pass results to `output.print_json`."""
+
+Last = Annotated[int, typer.Option("--last", min=0, help="Steps of the table, the newest ones; 0: all.")]
+
+Plot = Annotated[bool, typer.Option("--plot", help="Draw it in the terminal, too (extra: plot).")]
+
+Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw it into this PNG file (extra: plot).")]
+
+Step = Annotated[int | None, typer.Option("--step", min=0, help="The step. By default the newest one.")]
+
+Split = Annotated[str, typer.Option("--split", help="The part of the data: train, val, …")]

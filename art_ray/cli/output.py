@@ -12,9 +12,25 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["LogLines", "clean", "error", "number", "print_json", "raw", "say", "table"]
+from art_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from art_ray.ledger.history import StepMeans
+
+__all__ = [
+    "LogLines",
+    "clean",
+    "error",
+    "number",
+    "print_json",
+    "raw",
+    "refuse_drawing_in_json",
+    "say",
+    "step_table",
+    "table",
+]
 
 _WIDTH_OF_PIPES = 160
 _OBEYED = re.compile(
@@ -60,6 +76,23 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int
     for row in rows:
         grid.add_row(*(Text(clean(cell)) for cell in row))
     _console().print(grid)
+
+
+def step_table(names: Sequence[str], columns: Sequence[StepMeans], last: int) -> None:
+    """Prints values by step: a row for each step that any column has, the newest `last` of them (0: all)."""
+    by_step = [dict(zip(column.steps.tolist(), column.means.tolist(), strict=True)) for column in columns]
+    steps = sorted(set().union(*by_step))
+    shown = steps[-last:] if last else steps
+    rows = ((step, *(number(values.get(step)) for values in by_step)) for step in shown)
+    table(("step", *names), rows, left=0)
+    if len(shown) < len(steps):
+        say(f"{len(steps) - len(shown)} earlier steps: --last 0 shows all", "dim")
+
+
+def refuse_drawing_in_json(plot: bool, as_json: bool) -> None:
+    """Raises `ConfigError` where a drawing would be mixed with JSON."""
+    if plot and as_json:
+        raise ConfigError("--plot draws on the standard output, which --json keeps for JSON: leave one out (or --png)")
 
 
 def raw(text: str) -> None:

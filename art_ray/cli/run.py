@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from art_ray.errors import ArtRayError, ConfigError, InvalidNameError, LedgerFormatError
+from art_ray.errors import ArtRayError, ConfigError, InvalidNameError, LedgerFormatError, UnknownMetricError
 from art_ray.ledger import History, iterate_trajectory_groups_parquet
-from art_ray.ledger.history import row_of
+from art_ray.ledger.history import StepMeans, row_of
 from art_ray.ledger.paths import model_dir, step_files
 from art_ray.trajectories import TrajectoryGroup
 from art_ray.types import nearest
@@ -41,6 +41,11 @@ class Run:
         parts = self.folder.absolute().parts
         return f"{parts[-3]}/{parts[-1]}" if len(parts) > 3 and parts[-2] == "models" else str(self.folder)
 
+    @property
+    def about(self) -> dict[str, str]:
+        """How JSON names it."""
+        return {"run": self.label, "path": str(self.folder)}
+
     @cached_property
     def history(self) -> History:
         """Its history."""
@@ -50,6 +55,20 @@ class Run:
     def checkpoints_dir(self) -> Path:
         """Where its checkpoints lie, if it has any."""
         return self.folder / "checkpoints"
+
+    def step_means(self, metric: str) -> StepMeans:
+        """Returns the mean of `metric` at each step; empty where it never had a finite value.
+
+        Raises:
+            UnknownMetricError: no line of the history has it; names the nearest one.
+        """
+        found = self.history.step_means(metric)
+        if not len(found.steps) and metric not in (known := self.history.metrics()):
+            raise UnknownMetricError(
+                f"{self.label} has no metric {metric!r}{nearest(metric, known)}. "
+                f"There are: {', '.join(known) or 'none yet'}."
+            )
+        return found
 
     def last_row(self) -> dict[str, Any]:
         """Returns the last line of the history that can be read; empty where there is none."""
@@ -105,7 +124,7 @@ class Run:
         return step, step_files(self.folder / "trajectories" / split, step)
 
 
-def groups_in(files: list[Path]) -> Iterator[TrajectoryGroup]:
+def groups_in(files: Iterable[Path]) -> Iterator[TrajectoryGroup]:
     """Yields the groups in parquet files, one after the other, with a row group in memory at a time.
 
     Raises:

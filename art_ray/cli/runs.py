@@ -23,7 +23,7 @@ def runs(
     ] = Path(".art"),
     as_json: Json = False,
 ) -> None:
-    """List the runs below a base path: last step, rewards, checkpoints, last activity.
+    """List runs with their steps, rewards and checkpoints.
 
     Rewards are means per step: of split val where it was logged, otherwise of train.
 
@@ -59,8 +59,7 @@ def _row(run: Run) -> dict[str, Any]:
         steps.append(step)
     activity = run.last_activity()
     return {
-        "run": run.label,
-        "path": str(run.folder),
+        **run.about,
         "step": max(steps, default=None),
         **_rewards(run),
         "checkpoints": checkpoints,
