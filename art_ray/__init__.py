@@ -86,7 +86,7 @@ _MODULE_OF = {
     "retry": "utils",
     "sft": "supervise",
 }
-_MODULES = ("errors", "gather", "ledger", "local", "trajectories", "types", "utils")
+_MODULES = ("errors", "gather", "ledger", "local", "rewards", "trajectories", "types", "utils")
 """Modules that are reached as attributes too, without an import of their own."""
 
 _ENGINE_PACKAGES = ("accelerate", "peft", "ray", "safetensors", "torch", "transformers", "vllm")
