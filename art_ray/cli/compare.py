@@ -51,6 +51,7 @@ def compare(
     if len(set(labels)) < len(labels):  # one name below two base paths
         labels = [str(run.folder) for run in found]
     curves = [Curve(label, values) for label, values in zip(labels, means, strict=True)]
+    drawing = draw(metric, curves) if plot else ""
     if png is not None:
         write_png(png, metric, curves)
     best = [values.best_step() for values in means]
@@ -72,8 +73,7 @@ def compare(
     for label, step, values in zip(labels, best, means, strict=True):
         if step is not None:
             output.say(f"best of {label}: {output.number(values.means[values.steps == step][0])} at step {step}")
-    if plot:
-        output.raw(draw(metric, curves))
+    output.raw(drawing)
     if png is not None:
         output.say(f"drawn into {png}")
 

@@ -76,6 +76,7 @@ def _show_metrics(run: Run, metrics: list[str], last: int, plot: bool, png: Path
 
     found = {metric: run.step_means(metric) for metric in metrics}
     curves = [Curve(metric, means) for metric, means in found.items()]
+    drawing = draw(run.label, curves) if plot else ""
     if png is not None:
         write_png(png, run.label, curves)
     if as_json:
@@ -85,7 +86,6 @@ def _show_metrics(run: Run, metrics: list[str], last: int, plot: bool, png: Path
         output.print_json({**run.about, "metrics": series, "skipped_lines": run.history.num_skipped})
         return
     output.step_table(metrics, list(found.values()), last)
-    if plot:
-        output.raw(draw(run.label, curves))
+    output.raw(drawing)
     if png is not None:
         output.say(f"drawn into {png}")

@@ -65,7 +65,7 @@ def say(text: object = "", style: str = "", *, indent: int = 0) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> None:
-    """Prints a table. The first `left` columns are texts, the others numbers."""
+    """Prints a table; its first `left` columns hold texts, the others numbers, which end at the same place."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -80,9 +80,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int
 
 def step_table(names: Sequence[str], columns: Sequence[StepMeans], last: int) -> None:
     """Prints values by step: a row for each step that any column has, the newest `last` of them (0: all)."""
-    by_step = [dict(zip(column.steps.tolist(), column.means.tolist(), strict=True)) for column in columns]
-    steps = sorted(set().union(*by_step))
-    shown = steps[-last:] if last else steps
+    import numpy
+
+    steps = numpy.unique(numpy.concatenate([column.steps for column in columns]))
+    shown = steps[-last:].tolist()  # of 0: all
+    by_step = [
+        dict(zip(column.steps[-last:].tolist(), column.means[-last:].tolist(), strict=True)) for column in columns
+    ]
     rows = ((step, *(number(values.get(step)) for values in by_step)) for step in shown)
     table(("step", *names), rows, left=0)
     if len(shown) < len(steps):

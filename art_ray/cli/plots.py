@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,8 @@ def write_png(path: Path, title: str, curves: Sequence[Curve]) -> None:
     legend = axes.legend(axes.lines, [f" {clean(curve.label)}" for curve in curves])  # "_…" would be left out
     for text in legend.get_texts():
         text.set_parse_math(False)
-    with replaced(path) as beside:
+    with replaced(path) as beside, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # a character that the font lacks is drawn as a box
         figure.savefig(beside, format="png")
 
 

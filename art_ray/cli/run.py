@@ -15,7 +15,7 @@ from typing import Any
 from art_ray.errors import ArtRayError, ConfigError, InvalidNameError, LedgerFormatError, UnknownMetricError
 from art_ray.ledger import History, iterate_trajectory_groups_parquet
 from art_ray.ledger.history import StepMeans, row_of
-from art_ray.ledger.paths import model_dir, step_files
+from art_ray.ledger.paths import model_dir, step_files, validate_part
 from art_ray.trajectories import TrajectoryGroup
 from art_ray.types import nearest
 
@@ -111,7 +111,7 @@ class Run:
         Raises:
             ConfigError: no such split or step; names those that are there.
         """
-        steps = self.steps(split)
+        steps = self.steps(validate_part("split", split))
         if not steps:
             splits = self.splits()
             there = f"There are: {', '.join(splits)}." if splits else "It has no trajectories at all."

@@ -173,3 +173,15 @@ def test_a_tailing_reader_never_sees_half_a_line(history):
 def test_columns_that_hold_no_numbers_become_text(history):
     write(history, {"step": 0, "note": "x", "recorded_at": "then"}, {"step": 1, "note": {"a": 1}})
     assert history.frame()["note"].to_list() == ["x", '{"a": 1}']
+
+
+def test_a_summary_has_the_range_of_each_metric_and_its_value_at_the_newest_step(history, monkeypatch):
+    monkeypatch.setattr("art_ray.ledger.history.CHUNK_BYTES", 64)
+    rows = [{"a": 3, "step": 5}, {"a": -1.5, "step": 7}, {"a": 2.0, "step": 7}, {"a": 9.0, "step": 6}]
+    write(history, *rows, {"a": None, "b": None, "step": 8}, '{"a": 1e999, "step": 9}', {"a": 4}, '{"a": 99, "st')
+    found = history.summaries()
+    assert sorted(found) == ["a", "b"]
+    a, b = found["a"], found["b"]
+    assert (a.count, a.last_step, a.last, a.low, a.high) == (4, 7, 2.0, -1.5, 9.0)
+    assert (b.count, b.last_step, b.last) == (0, None, None)
+    assert history.num_skipped == 1

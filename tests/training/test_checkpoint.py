@@ -116,6 +116,17 @@ def test_all_but_the_kept_steps_are_deleted_and_named(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0001", "0004", "notes"]
 
 
+def test_which_steps_are_complete_and_which_would_be_deleted_is_known_beforehand(tmp_path):
+    for step in range(4):
+        commit(tmp_path, step)
+    (tmp_path / "0002/manifest.json").unlink()
+    (tmp_path / "0007").write_text("a file is no checkpoint")
+    assert checkpoint.complete_steps(tmp_path) == [0, 1, 3]
+    assert checkpoint.other_steps(tmp_path, [3]) == [0, 1, 2]
+    assert checkpoint.delete_all_but(tmp_path, [3]) == [0, 1, 2]
+    assert checkpoint.complete_steps(tmp_path / "none") == []
+
+
 def test_a_copy_is_the_same_files_under_the_next_step_with_metrics_of_its_own(tmp_path):
     commit(tmp_path, 1, metrics={"loss": 1.0})
     made = checkpoint.copy_as_step(tmp_path, 1, 2, metrics={"num_groups_trainable": 0}, config={})
