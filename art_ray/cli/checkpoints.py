@@ -86,8 +86,8 @@ def delete_checkpoints(
     if as_json:
         output.print_json({**found.about, **asdict(plan), "metric": metric, "dry_run": dry_run, "trained_by": writer})
         return
-    done = f"{'would be ' if dry_run else ''}deleted ({plan.size_bytes / 1e6:.1f} MB)"
-    output.say(f"{found.label}: steps {_listed(plan.delete)} {done}, {_listed(plan.keep)} kept")
+    deleted = "would delete" if dry_run else "deleted"
+    output.say(f"{deleted} {_listed(plan.delete)} ({plan.size_bytes / 1e6:.1f} MB), keeps {_listed(plan.keep)}")
     if writer is not None:
         output.say(f"{writer} trains it at this moment: what it serves would stay, too", "yellow")
 
@@ -127,4 +127,4 @@ def _plan(run: Run, metric: str) -> _Plan:
 def _listed(steps: list[int]) -> str:
     from art_ray.cli.run import ranges
 
-    return ranges(steps) if steps else "none"
+    return f"step{'s' * (len(steps) > 1)} {ranges(steps)}" if steps else "nothing"

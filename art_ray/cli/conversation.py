@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from art_ray.cli.output import number
 from art_ray.ledger.codec import encoded, readable
 from art_ray.trajectories import Choice, History, MessagesAndChoices, Sampling, Trajectory, TrajectoryGroup
 
@@ -91,6 +92,11 @@ class Tally:
     def mean_reward(self) -> float | None:
         """Over the trajectories that have one."""
         return self._sum / self.scored if self.scored else None
+
+    def __str__(self) -> str:
+        groups = f"{self.groups} group{'s' * (self.groups != 1)}"
+        trajectories = f"{self.trajectories} trajector{'y' if self.trajectories == 1 else 'ies'}"
+        return f"{groups}, {trajectories}, {self.failures} failed, mean reward {number(self.mean_reward)}"
 
     def as_json(self) -> dict[str, Any]:
         """Returns the numbers by name."""

@@ -100,13 +100,14 @@ def refuse_drawing_in_json(plot: bool, as_json: bool) -> None:
 
 
 def raw(text: str) -> None:
-    """Prints text that we made ourselves, escape sequences included: a drawing."""
+    """Prints text that we made ourselves, escape sequences included: a drawing, JSON."""
     sys.stdout.write(text)
+    sys.stdout.flush()  # a reader that went away is noticed here, and not when the process ends
 
 
 def print_json(value: Mapping[str, Any]) -> None:
     """Prints `value` as the only thing on the standard output; what is no finite number becomes null."""
-    sys.stdout.write(json.dumps(_finite(value), allow_nan=False, indent=1) + "\n")
+    raw(json.dumps(_finite(value), allow_nan=False, indent=1) + "\n")
 
 
 def error(text: object) -> None:

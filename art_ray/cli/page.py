@@ -90,8 +90,7 @@ class _Page:
             for i, text in enumerate(["≥ 0.9", *(f"≥ {bound}" for bound in _BOUNDS[1:]), f"&lt; {_BOUNDS[-1]}"])
         )
         self._write(
-            f"<header><h1>{_escaped(title)}</h1><p>{tally.groups} groups, {tally.trajectories} trajectories, "
-            f"{tally.failures} failed, mean reward {number(tally.mean_reward)}.</p>"
+            f"<header><h1>{_escaped(title)}</h1><p>{tally}.</p>"
             f"<p>Sampled tokens by their probability: {legend}. A token's tooltip has its id, log-probability and "
             "policy version.</p></header>\n"
         )

@@ -58,6 +58,9 @@ def draw(title: str, curves: Sequence[Curve]) -> str:
             figure.draw(
                 signal.lines().label(clean(curve.label)) if len(steps) > 1 else signal.label(clean(curve.label))
             )
+        if ends := [step for curve in curves for step in curve.means.steps[[0, -1][: len(curve.means.steps)]].tolist()]:
+            ticks = np.linspace(min(ends), max(ends), 7).round().astype(np.int64)
+            figure.ruler("x").ticks(np.unique(ticks).tolist())
         built = figure.build()
     coloured = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     text: str = built.string() if coloured else plotext.uncolorize(built)
@@ -72,6 +75,7 @@ def write_png(path: Path, title: str, curves: Sequence[Curve]) -> None:
     """
     _imported("matplotlib", "--png")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
@@ -79,6 +83,7 @@ def write_png(path: Path, title: str, curves: Sequence[Curve]) -> None:
         steps, means = _thinned(curve.means)
         axes.plot(steps, means, marker="." if len(steps) <= 100 else None, linewidth=1.5)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     # Names are texts, whatever is in them: a "$" would begin a formula.
     axes.set_title(clean(title), parse_math=False)

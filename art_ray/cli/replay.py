@@ -188,9 +188,6 @@ def _facts(sampling: Sampling, before: list[int]) -> str:
 
 
 def _print_tokens(sampling: Sampling, texts: list[str]) -> None:
-    columns = zip(sampling.token_ids, sampling.logprobs, sampling.policy_versions, texts, strict=True)
-    rows = [
-        (position, token_id, f"{logprob:.4f}", version, repr(text))
-        for position, (token_id, logprob, version, text) in enumerate(columns)
-    ]
-    output.table(("#", "id", "log p", "version", "token"), rows, left=0)
+    columns = zip(texts, sampling.token_ids, sampling.logprobs, sampling.policy_versions, strict=True)
+    rows = [(repr(text), token_id, f"{logprob:.4f}", version) for text, token_id, logprob, version in columns]
+    output.table(("token", "id", "log p", "version"), rows)

@@ -68,11 +68,7 @@ def show(
         return
     if html is None:
         _print_groups(groups(), limit, full)
-    output.say(
-        f"{title}: {tally.groups} groups, {tally.trajectories} trajectories, {tally.failures} failed, "
-        f"mean reward {output.number(tally.mean_reward)}",
-        "bold",
-    )
+    output.say(f"{title}: {tally}", "bold")
     if html is not None:
         output.say(f"written to {html}")
 

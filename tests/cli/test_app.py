@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -127,8 +129,9 @@ def test_results_go_to_one_stream_and_errors_and_warnings_to_the_other(base):
     assert "Traceback" not in found.stderr
 
 
-def test_a_reader_that_goes_away_ends_the_command_without_a_traceback(base):
-    command = f"{' '.join(ART_RAY)} show demo/agent --base-path {base} | head -n 0"
+@pytest.mark.parametrize("options", ["show", "show --json", "history --json", "history --metric val/reward --plot"])
+def test_a_reader_that_goes_away_ends_the_command_without_a_word(base, options):
+    command = f"{' '.join(ART_RAY)} {options} {base}/demo/models/agent | head -n 0"
     found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
     assert found.stderr == ""
 
@@ -212,3 +215,25 @@ def test_runs_whose_names_begin_alike_are_told_apart(tmp_path):
     made_run(tmp_path, "agent")
     made_run(tmp_path, "agent-2", rewards=(0.1,))
     assert json_of("history", "demo/agent-2", "--base-path", tmp_path)["metrics"]["val/reward"]["last"] == 0.1
+
+
+def test_the_commands_that_the_readme_shows_exist_and_print_what_it_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = made_run(tmp_path / ".art", "seed-0", rewards=(0.1, 0.2, 0.3, 0.4), project="yes-no-maybe")
+    commit(folder, 4)
+    [block] = re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    shown = dict(re.findall(r"^\$ art-ray (.*)\n((?:(?!\$ ).*\n)*)", block, flags=re.MULTILINE))
+    assert len(shown) >= 4
+    for line, output in shown.items():
+        printed = succeed(*shlex.split(line))
+        assert _without_values(printed)[0] == _without_values(output)[0], line
+
+
+def _without_values(text: str) -> list[str]:
+    return [re.sub(r"[\d.,\s]+", " ", line).strip() for line in text.splitlines()]
+
+
+def test_the_readme_names_every_command():
+    text = (ROOT / "README.md").read_text()
+    missing = [name for name in COMMANDS if not re.search(rf"`(?:art-ray )?{name}\b", text)]
+    assert missing == []

@@ -120,7 +120,7 @@ def test_a_dry_run_says_the_same_and_changes_nothing(run):
     )
     size = sum(path.stat().st_size for step in (0, 1, 3) for path in (run / f"checkpoints/{step:04d}").iterdir())
     assert found["size_bytes"] == size
-    assert "steps 0–1, 3 would be deleted (0.0 MB), 2, 4 kept" in succeed("delete-checkpoints", run, "--dry-run")
+    assert "would delete steps 0–1, 3 (0.0 MB), keeps steps 2, 4" in succeed("delete-checkpoints", run, "--dry-run")
     assert sorted(run.rglob("*")) == before
 
 

@@ -123,7 +123,8 @@ def test_a_curve_of_odd_numbers_is_drawn(tmp_path, capsys, values):
 def test_a_curve_of_a_million_steps_is_drawn_by_averages_of_neighbours():
     steps = np.arange(1_000_000)
     drawn = draw("a", [Curve("a", StepMeans(steps, steps % 2.0))])
-    assert drawn == draw("a", [Curve("a", StepMeans(steps[250:-249:500], np.full(2000, 0.5)))])
+    averages = draw("a", [Curve("a", StepMeans(steps[250:-249:500], np.full(2000, 0.5)))])
+    assert drawn.splitlines()[:-2] == averages.splitlines()[:-2]  # below are the ticks
 
 
 MEASURED = """

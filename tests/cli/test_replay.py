@@ -48,7 +48,7 @@ def test_the_terminal_says_where_a_prompt_goes_on_and_where_a_sequence_begins(ba
     assert "after a prompt of 2 tokens; temperature 0.5; log p -0.250 in all" in printed
     assert "after a prompt of 5 tokens, 1 of them new; temperature 1" in printed
     assert "after a prompt of 2 tokens, which do not go on from the answer before: a sequence of its own" in printed
-    assert ["1", "4", "-0.2500", "3", "'t1'"] in [line.split() for line in printed.splitlines()]
+    assert ["'t1'", "4", "-0.2500", "3"] in [line.split() for line in printed.splitlines()]
 
 
 def test_a_group_or_trajectory_that_is_not_there_is_bad_usage(base):
