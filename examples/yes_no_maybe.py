@@ -12,8 +12,8 @@ import re
 import statistics
 import time
 from itertools import permutations
-from pathlib import Path
 
+import curve
 import small_model
 
 import art_ray
@@ -71,37 +71,6 @@ def report(groups: list[art_ray.TrajectoryGroup], result: art_ray.TrainResult, r
     )
 
 
-def show_curve(model: art_ray.TrainableModel) -> None:
-    """Says where the files are, and draws the reward of every step, as a picture and in the terminal."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import plotext
-    import polars
-
-    folder = Path(model.base_path, model.project, "models", model.name).absolute()
-    figure, axes = plt.subplots(figsize=(7, 4))
-    terminal = plotext.figure
-    history = model.history()
-    for split, marker in (("train", "braille"), ("val", "o")):
-        if f"{split}/reward" not in history.columns:
-            continue
-        by_step = history.drop_nulls(f"{split}/reward").group_by("step").agg(polars.mean(f"{split}/reward"))
-        steps, rewards = (column.to_list() for column in by_step.sort("step"))
-        axes.plot(steps, rewards, marker="o", label=split)
-        terminal.draw(terminal.signal(steps, rewards, marker=marker).lines().label(split))
-    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05), title=f"{model.project}/{model.name}")
-    axes.legend()
-    figure.savefig(folder / "reward.png", dpi=120, bbox_inches="tight")
-    terminal.plot_size(80, 18)
-    terminal.title("mean reward by step")
-    terminal.ruler("y").lim(0, 1.05)
-    terminal.show(colorless=True)
-    print(f"\nhistory       {folder / 'history.jsonl'}\ntrajectories  {folder / 'trajectories'}")
-    print(f"checkpoints   {folder / 'checkpoints'}\ncurve         {folder / 'reward.png'}")
-
-
 async def main(options: argparse.Namespace) -> None:
     """Trains until `options.steps` steps are done."""
     model = art_ray.TrainableModel(
@@ -132,7 +101,7 @@ async def main(options: argparse.Namespace) -> None:
         print(f"{max(0, options.steps - done)} steps in {time.monotonic() - started:.0f} s")
         await model.log(await gather(model, [held_out_a, held_out_b], 4, "validate"), split="val")
         await model.delete_checkpoints()
-    show_curve(model)
+    curve.show(model)
 
 
 def parsed() -> argparse.Namespace:
