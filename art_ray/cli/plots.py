@@ -46,7 +46,7 @@ def draw(title: str, curves: Sequence[Curve]) -> str:
     plotext = _imported("plotext", "--plot")
     width, height = shutil.get_terminal_size((100, 24))
     figure = plotext.figure
-    with contextlib.redirect_stdout(io.StringIO()):  # plotext prints its remarks there
+    with contextlib.redirect_stderr(io.StringIO()):  # plotext prints its remarks there
         figure.clear()
         figure.theme("simple")
         figure.plot_size(width, min(height - 4, 24))
