@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -30,10 +31,10 @@ TOOL_ENGINE_ARGS = {
 def options(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """Returns the options that all examples have; `defaults` replace some of their values."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="train until this step")
-    parser.add_argument("--groups", type=int, default=2, help="scenarios per step")
+    parser.add_argument("--steps", type=int, default=10, help="train until this step")
+    parser.add_argument("--groups", type=int, default=4, help="scenarios per step")
     parser.add_argument("--group-size", type=int, default=8, help="rollouts per scenario")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--base-path", default=".art", help="where everything is written")
     parser.add_argument("--base-model", help="a folder or a hub id (default: SmolLM2-135M-Instruct, from PyPI)")
@@ -45,6 +46,8 @@ def model_of(
     chosen: argparse.Namespace, project: str, engine_args: dict[str, Any] | None = None
 ) -> art_ray.TrainableModel:
     """Returns the model that learns."""
+    # A policy that is yet to learn how calls are written writes many that are none: vLLM logs a traceback for each.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     return art_ray.TrainableModel(
         name=f"seed-{chosen.seed}",
         project=project,
