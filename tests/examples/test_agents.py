@@ -9,6 +9,7 @@ import tic_tac_toe
 import tool_calling
 
 from art_ray.ledger import read_trajectory_groups_parquet
+from art_ray.training.samples import samples_of
 from art_ray.trajectories import Choice, Sampling
 from tests.examples.conftest import chosen
 
@@ -46,10 +47,7 @@ async def test_an_agent_takes_a_step_and_shows_what_it_learned_from(policy, name
     assert (curve.folder_of(policy) / "reward.png").stat().st_size > 1000
 
 
-async def test_a_run_of_several_turns_is_one_sequence_for_the_trainer(policy):
-    """What a game adds to its prompt is context: nothing is computed twice."""
-    from art_ray.training.samples import samples_of
-
+async def test_every_token_that_was_sampled_in_a_game_is_trained(policy):
     trajectory = await tic_tac_toe.rollout(policy, tic_tac_toe.Game(seed=0, opponent="random"))
     samples = samples_of(trajectory, 8192)
     answers = [item for item in trajectory.messages_and_choices if isinstance(item, Choice)]
