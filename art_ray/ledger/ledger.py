@@ -41,11 +41,13 @@ from art_ray.types import FrozenConfig
 if TYPE_CHECKING:
     import polars
 
-__all__ = ["Ledger", "LedgerConfig", "LogReceipt"]
+__all__ = ["STALE_SPLIT", "Ledger", "LedgerConfig", "LogReceipt"]
 
 logger = logging.getLogger(__name__)
 
 TRAINING_SPLIT = "train"
+STALE_SPLIT = "stale"
+"""Of groups that were too old to be trained."""
 EXACT = 2**53
 """Largest size up to which every integer is a double, too."""
 REMEMBERED_REQUESTS = 64
@@ -237,7 +239,7 @@ class Ledger:
         request_id: str | None,
     ) -> _Record:
         computed = StepMetrics()
-        writer = GroupWriter(path, for_training=split == TRAINING_SPLIT)
+        writer = GroupWriter(path, for_training=split == TRAINING_SPLIT, are_stale=split == STALE_SPLIT)
         try:
             for group in groups:
                 rows, outcomes = writer.write(group)

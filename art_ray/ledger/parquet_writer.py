@@ -61,13 +61,15 @@ class GroupWriter:
         path: the file; it is complete only after `close`.
         for_training: whether rows say why training will pass them over, as far as groups tell: no spread, or tokens
             that are not known exactly.
+        are_stale: whether the groups were too old to be trained.
     """
 
-    def __init__(self, path: Path, *, for_training: bool = False) -> None:
+    def __init__(self, path: Path, *, for_training: bool = False, are_stale: bool = False) -> None:
         self._file = pq.ParquetWriter(
             path, SCHEMA, compression="zstd", use_dictionary=_REPEATED, write_statistics=_SOUGHT
         )
         self._for_training = for_training
+        self._are_stale = are_stale
         self._rowless: list[tuple[int, dict[str, Any]]] = []
         self._num_groups = 0
         self._clear()
@@ -114,6 +116,8 @@ class GroupWriter:
     def _outcome(self, reward: float, tokens: Tokens, spread: bool) -> Outcome:
         if not math.isfinite(reward):
             return Outcome.NOT_SCORED
+        if self._are_stale:
+            return Outcome.STALE
         if not self._for_training:
             return Outcome.SCORED
         if not tokens.can_be_trained:

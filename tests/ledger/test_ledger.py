@@ -6,6 +6,7 @@ import sys
 from datetime import datetime
 
 import numpy as np
+import polars
 import pytest
 
 from art_ray.errors import ConfigError, InvalidNameError, UnknownKeyError
@@ -398,3 +399,12 @@ def test_the_history_frame_has_every_column_that_ever_appeared(ledger):
 def test_importing_the_ledger_imports_nothing_heavy():
     code = "import sys, art_ray.ledger; print([m for m in ('wandb', 'torch', 'ray', 'polars') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_groups_that_were_too_old_say_so_and_enter_the_metrics_of_their_own_split(tmp_path):
+    ledger = ledger_at(tmp_path)
+    group = group_of(1.0, 0.0, math.nan, exceptions=[ValueError("lost")])
+    receipt = ledger.log([group], split="stale", step=3)
+    assert receipt.outcomes == {"stale": 2, "not_scored": 1, "failed": 1}
+    assert receipt.metrics["stale/reward"] == 0.5
+    assert polars.read_parquet(receipt.parquet_path)["outcome"].to_list() == ["stale", "stale", "not_scored"]
