@@ -6,6 +6,7 @@ A backend has no logging, reads no `history.jsonl`, and knows nothing of reporte
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -100,6 +101,13 @@ class Backend(Protocol):
         self, model: TrainableModel, groups: Sequence[Any], config: TrainConfig, *, call: Call
     ) -> AsyncIterator[dict[str, float]]:
         """Like `_train_model`, but the trajectories' answers are examples to imitate, whatever their rewards."""
+        ...
+
+    def _holding(self, model: TrainableModel, step: int) -> AbstractAsyncContextManager[bool]:
+        """Keeps version `step`, which is served, beside those that are published within the block.
+
+        Gives whether it does: a backend that serves one version at a time serves this one until the next is published.
+        """
         ...
 
     async def _delete_checkpoint_files(self, model: TrainableModel, steps_to_keep: Sequence[int]) -> None:

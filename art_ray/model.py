@@ -222,6 +222,8 @@ class TrainableModel(Model):
     _unfinished: _UnfinishedTrain | None = pydantic.PrivateAttr(default=None)
     _learning: asyncio.Lock = pydantic.PrivateAttr(default_factory=asyncio.Lock)
     """Held by the call that takes a step: two at once would both start from the same one."""
+    _pinned_step: int | None = pydantic.PrivateAttr(default=None)
+    """The version that a pinned copy stays at."""
 
     def __init__(self, *, _internal_config: Mapping[str, Any] | None = None, **values: Any) -> None:
         super().__init__(**values)
@@ -245,7 +247,19 @@ class TrainableModel(Model):
 
     def get_inference_name(self, step: int | None = None) -> str:
         """Returns the name to send as `model=`: of the current version, or of the one that `step` pins."""
+        step = self._pinned_step if step is None else step
         return self.name if step is None else f"{self.name}@{step}"
+
+    def pinned(self, step: int) -> Self:
+        """Returns a copy that stays at `step`, whatever is trained meanwhile: to evaluate one version.
+
+        Its `get_inference_name()` asks for that version, which must be served, its `get_step()` says `step`, so that it
+        logs there, and it refuses to train.
+        """
+        self._remembering()  # one ledger for both
+        copy = self.model_copy()
+        copy._pinned_step = checked_step(step)
+        return copy
 
     def openai_client(self) -> openai.AsyncOpenAI:
         """Returns an OpenAI client on the served policy; its answers carry what training needs (see `PolicyClient`)."""
@@ -253,8 +267,8 @@ class TrainableModel(Model):
         return self._client_of(PolicyClient, self.inference_base_url)
 
     async def get_step(self) -> int:
-        """Returns the step of the backend's newest complete checkpoint."""
-        return await self.backend()._get_step(self)
+        """Returns the step of the backend's newest complete checkpoint; of a pinned copy, the step it is pinned at."""
+        return await self.backend()._get_step(self) if self._pinned_step is None else self._pinned_step
 
     async def train(
         self,
@@ -281,7 +295,7 @@ class TrainableModel(Model):
             ConfigError: an option that does not exist or cannot work.
             TrainingError, ActorError, DeadlineError: the step could not be taken.
         """
-        self.backend()._check_prepared(self)
+        self._check_trains()
         config = (config or TrainConfig()).updated(_config or {})
         async with self._learning:
             return await self._train(
@@ -316,8 +330,8 @@ class TrainableModel(Model):
         learning rate, `warmup_steps`, `optimizer_steps_per_train` and `max_grad_norm` play a part. The trajectories and
         the metrics are logged as split `sft`; repetition and errors are those of `train`.
         """
+        self._check_trains()
         backend = self.backend()
-        backend._check_prepared(self)
         async with self._learning:
             call = await self._logged(as_groups(trajectories, self._remembering().is_reference), "sft")
             if call.metrics is None:
@@ -333,8 +347,13 @@ class TrainableModel(Model):
         """
         backend, ledger = self.backend(), self._remembering()
         async with self._learning:
-            steps = await ledger.steps_to_keep(best_checkpoint_metric, await self.get_step())
+            steps = await ledger.steps_to_keep(best_checkpoint_metric, await backend._get_step(self))
             await backend._delete_checkpoint_files(self, steps)
+
+    def _check_trains(self) -> None:
+        if self._pinned_step is not None:
+            raise ConfigError(f"a copy of {self.name!r} that is pinned at step {self._pinned_step} trains nothing")
+        self.backend()._check_prepared(self)
 
     def _private_of_a_copy(self) -> dict[str, Any]:
         return {"_learning": asyncio.Lock(), "_unfinished": None}

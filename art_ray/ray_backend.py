@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import socket
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -204,6 +205,27 @@ class RayBackend:
         async for metrics in self._learn(model, self._request(groups, config, call, supervised=True)):
             yield metrics
 
+    @contextlib.asynccontextmanager
+    async def _holding(self, model: TrainableModel, step: int) -> AsyncIterator[bool]:
+        """Leases version `step` within the block and gives True; where weights are merged, gives False."""
+        running = self._running(model)
+        assert running.address is not None
+        if running.address.weights == "merged":
+            yield False
+            return
+        fleet, holder = _fleet_of(running), f"hold-{uuid.uuid4().hex}"
+        await self._lease(running, step, holder)
+        renewing = asyncio.create_task(self._renew(running, step, holder))
+        try:
+            yield True
+        finally:
+            renewing.cancel()
+            wait = fleet.wait("release", f"version {step} to be let go", self._deadlines.stop_s)
+            try:
+                await calls.answer(fleet.handle.release.remote(holder), wait)
+            except (ActorError, DeadlineError) as error:  # the lease ends by its time
+                logger.warning("%s", error)
+
     async def _delete_checkpoint_files(self, model: TrainableModel, steps_to_keep: Sequence[int]) -> None:
         """Deletes the other checkpoints' directories; those that a replica serves stay."""
         directory, keep = self._checkpoints_dir(model), set(steps_to_keep)
@@ -321,6 +343,20 @@ class RayBackend:
         if loaded.step != step:
             raise ServingError(f"{fleet.name} was given version {step} and answered {loaded.step}")
         return asyncio.get_running_loop().time() - started
+
+    async def _lease(self, running: _Running, step: int, holder: str) -> None:
+        """Has the replicas keep the adapter of `step` for `holder`, for `pin_ttl_s` seconds from now."""
+        fleet = _fleet_of(running)
+        leasing = fleet.wait("publish", f"version {step} to be kept", self._deadlines.publish_s)
+        await calls.answer(fleet.handle.publish.remote(step, (running.trainer.adapter(step),), holder), leasing)
+
+    async def _renew(self, running: _Running, step: int, holder: str) -> None:
+        while True:
+            await asyncio.sleep(running.serving.pin_ttl_s / 3)
+            try:
+                await self._lease(running, step, holder)
+            except (ActorError, DeadlineError, ServingError) as error:
+                logger.warning("version %d could not be leased anew: %s", step, error)
 
     async def _held(self, running: _Running) -> set[int]:
         """Returns the steps that replicas hold; where nobody says, all that they were ever given."""

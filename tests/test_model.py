@@ -164,6 +164,22 @@ async def test_what_needs_a_backend_says_how_to_get_one(tmp_path):
         art_ray.Model(name="m", project="p").openai_client()
 
 
+async def test_a_pinned_copy_asks_for_its_version_and_logs_at_its_step_while_the_model_goes_on(registered, tmp_path):
+    model, backend = registered
+    await model.train([group(0.0, 1.0)])
+    pinned = model.pinned(1)
+    await model.train([group(0.0, 1.0)])
+    assert (pinned.get_inference_name(), model.get_inference_name()) == ("m@1", "m")
+    assert (await pinned.get_step(), await model.get_step()) == (1, 2)
+    await pinned.log([group(0.5)])
+    assert (lines(tmp_path)[-1]["val/reward"], lines(tmp_path)[-1]["step"]) == (0.5, 1)
+    for training in (pinned.train, pinned.sft):
+        with pytest.raises(ConfigError, match="pinned at step 1 trains nothing"):
+            await training([group(0.0, 1.0)])
+    await pinned.delete_checkpoints()
+    assert backend.kept == [1, 2], "the latest of the model, and the best"
+
+
 async def test_registering_changes_no_path_opens_no_run_and_shows_no_key(registered, tmp_path):
     model, _ = registered
     assert model.base_path == str(tmp_path)
