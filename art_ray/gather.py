@@ -70,7 +70,7 @@ async def gather_trajectory_groups(
         >>> [[t.reward for t in group] for group in asyncio.run(gather_trajectory_groups(pending))]
         [[0.0, 1.0], [0.5]]
     """
-    _check_max_exceptions(max_exceptions)
+    check_max_exceptions(max_exceptions)
     items = _checked_items(groups, (TrajectoryGroup,), "gather_trajectory_groups takes groups and awaitables of groups")
     sizes = [_known_size(item) for item in items]
     with _Progress(sizes, pbar_desc, max_exceptions, max_metrics) as progress:
@@ -127,7 +127,7 @@ async def gather_trajectories(
         TypeError: an item that cannot be awaited, or a rollout that returned no trajectory.
         ConfigError: `max_exceptions` is negative or not a number.
     """
-    _check_max_exceptions(max_exceptions)
+    check_max_exceptions(max_exceptions)
     items = _checked_items(trajectories, (), "gather_trajectories takes awaitables of trajectories")
     with _Progress([1] * len(items), pbar_desc, max_exceptions, max_metrics) as progress:
 
@@ -209,10 +209,10 @@ async def _together(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
-        await _ended(tasks)
+        await ended(tasks)
 
 
-async def _ended(tasks: list[asyncio.Task[T]]) -> None:
+async def ended(tasks: list[asyncio.Task[T]]) -> None:
     """Waits until all have ended. A cancellation meanwhile is passed on afterwards, so that none is left behind."""
     cancellation: asyncio.CancelledError | None = None
     while running := [task for task in tasks if not task.done()]:
@@ -283,12 +283,10 @@ class _Progress:
         self._bar.update(num_done)
 
     def _raise_if_too_many(self) -> None:
-        limit = self._max_exceptions
-        if 0 < limit < 1:
-            if self._num_sizes_unknown:
-                return  # the share of a total that is not known yet
-            limit *= self._num_expected * (1 + ROUNDING)
-        if self._num_failed <= limit or self._last_failure is None:
+        if 0 < self._max_exceptions < 1 and self._num_sizes_unknown:
+            return  # the share of a total that is not known yet
+        is_over = too_many(self._num_failed, self._num_expected, self._max_exceptions)
+        if not is_over or self._last_failure is None:
             return
         last = self._last_failure
         failure = last if isinstance(last, RolloutFailure) else RolloutFailure.of(last)
@@ -336,7 +334,14 @@ def _close(items: list[Any]) -> None:
             item.close()
 
 
-def _check_max_exceptions(max_exceptions: int | float) -> None:
+def too_many(num_failed: int, num_rollouts: int, max_exceptions: int | float) -> bool:
+    """Returns whether more of the rollouts failed than `max_exceptions` allows, which is a count or a share."""
+    is_share = 0 < max_exceptions < 1
+    return num_failed > (max_exceptions * num_rollouts * (1 + ROUNDING) if is_share else max_exceptions)
+
+
+def check_max_exceptions(max_exceptions: int | float) -> None:
+    """Raises `ConfigError` where `max_exceptions` is neither a count nor a share."""
     if math.isnan(max_exceptions) or max_exceptions < 0:
         raise ConfigError(
             f"max_exceptions={max_exceptions}: give a count of failures (0 or more), or a share between 0 and 1"
