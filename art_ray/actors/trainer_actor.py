@@ -15,6 +15,7 @@ from art_ray.actors import calls
 from art_ray.serving.adapter import AdapterVersion
 from art_ray.training.checkpoint import step_dir
 from art_ray.training.config import RankSettings, TrainerSpec
+from art_ray.training.memory import keep_freed_memory
 from art_ray.training.policy import check_base_model
 from art_ray.training.ranks import served_store
 from art_ray.training.trainer import Trainer
@@ -51,6 +52,7 @@ class TrainerActor:
     """
 
     def __init__(self, spec: TrainerSpec) -> None:
+        keep_freed_memory()
         self._spec = _with_all_cores(spec)
         # torch keeps its number of threads per calling thread: everything runs on this one.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")

@@ -257,14 +257,10 @@ class Engine:
         directory = self._directory(adapter.step)
         if self._written.get(adapter.step) != adapter.sha256:
             await asyncio.to_thread(shutil.rmtree, directory, True)
-            if self._server.weights == "adapter":
-                if self._base is not None:
-                    await asyncio.to_thread(self._base.check, adapter)
-                self._written[adapter.step] = await asyncio.to_thread(_written, adapter, directory)
-            else:
-                assert self._base is not None
-                await asyncio.to_thread(self._base.write_merged, adapter, directory, self._server.dtype)
-                self._written[adapter.step] = digest(adapter.files)
+            if self._base is not None:
+                check = self._base.check if self._server.weights == "adapter" else self._base.check_mergeable
+                await asyncio.to_thread(check, adapter)
+            self._written[adapter.step] = await asyncio.to_thread(_written, adapter, directory)
         return self._written[adapter.step]
 
     async def _load_beside(self, adapter: AdapterVersion, found: str) -> float:
@@ -283,7 +279,7 @@ class Engine:
         """
         try:
             self._held.clear()
-            await self._server.replace_weights(self._directory(adapter.step))
+            await self._server.merge(adapter, self._directory(adapter.step))
             change = await self._checked(adapter, found, None)
             self._server.call_weights(adapter.step)
         finally:

@@ -1,18 +1,20 @@
-"""Adds an adapter into the base model's weights and writes the sum as a checkpoint that the engine can load in place.
+"""Adds an adapter into the base model's weights while the engine loads them in place.
 
-W' = W + scale * B A, computed in float32 and rounded once, to the type of the engine's weights.
+W' = W + scale * B A, computed in float32 and rounded once, to the type of the engine's weights. No second copy of the
+weights is ever written: each tensor is read, added to, and handed on.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from art_ray.errors import ConfigError, ServingError
 from art_ray.serving.adapter import AdapterVersion, lora_pairs, lora_scale
 
-__all__ = ["BaseWeights"]
+__all__ = ["BaseWeights", "MergingWorker"]
 
 _INDEX = "model.safetensors.index.json"
 _REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
@@ -51,34 +53,29 @@ class BaseWeights:
                     if self._file_of.get(name) == file:
                         _check_shape(adapter, name, tuple(opened.get_slice(name).get_shape()), shape)
 
-    def write_merged(self, adapter: AdapterVersion, directory: Path, dtype: str) -> None:
-        """Writes a checkpoint of base weights plus `adapter` to `directory`, its tensors as `dtype`.
+    def merged(self, adapter: AdapterVersion) -> Iterator[tuple[str, Any]]:
+        """Yields name and tensor of each weight that a version may change: all layers, as their parts are loaded
+        together, but embeddings, output and last norm only where they are adapted.
 
         Raises:
             ServingError: the adapter does not fit the base model; names the tensor.
         """
-        import torch
         from safetensors import safe_open
-        from safetensors.torch import save_file
 
         self.check(adapter)
         deltas = self._deltas(adapter)
-        directory.mkdir(parents=True, mode=0o700)
-        for entry in self._folder.iterdir():
-            if entry.suffix not in (".safetensors", ".bin", ".gguf") and entry.name != _INDEX:
-                (directory / entry.name).symlink_to(entry.resolve())
-        target = getattr(torch, dtype)
-        for file in sorted(set(self._file_of.values())):
-            tensors: dict[str, Any] = {}
+        wanted = [name for name in self._file_of if name in deltas or any(part.isdigit() for part in name.split("."))]
+        for file in sorted({self._file_of[name] for name in wanted}):
             with safe_open(self._folder / file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a dict
-                    tensor = opened.get_tensor(name)
-                    if name in deltas:
-                        tensor = _sum(tensor, deltas.pop(name))
-                    tensors[name] = tensor.to(target).contiguous() if tensor.is_floating_point() else tensor
-            save_file(tensors, directory / file, metadata={"format": "pt"})
-        if (self._folder / _INDEX).exists():
-            (directory / _INDEX).symlink_to((self._folder / _INDEX).resolve())
+                for name in wanted:
+                    if self._file_of[name] == file:
+                        tensor = opened.get_tensor(name)
+                        yield name, _sum(tensor, deltas[name]) if name in deltas else tensor
+
+    def check_mergeable(self, adapter: AdapterVersion) -> None:
+        """Raises `ServingError` where `adapter` cannot be added to the base model; names what is in the way."""
+        self.check(adapter)
+        self._deltas(adapter)
 
     def _deltas(self, adapter: AdapterVersion) -> dict[str, Any]:
         """Returns (scale, A, B) by the name of the base weight."""
@@ -118,6 +115,19 @@ class BaseWeights:
                 "use ServingConfig(weights='adapter')"
             )
         return found
+
+
+class MergingWorker:
+    """What each of the engine's workers can do beside vLLM's own: vLLM mixes this class into them."""
+
+    model_runner: Any
+
+    def load_merged(self, base_folder: str, step: int, adapter_folder: str, sha256: str) -> None:
+        """Puts the base weights plus an adapter that lies in a folder in place of the weights."""
+        adapter = AdapterVersion.from_directory(step, adapter_folder)
+        if adapter.sha256 != sha256:
+            raise ServingError(f"version {step} was altered while it was written to shared memory")
+        self.model_runner.reload_weights(weights_iterator=BaseWeights(Path(base_folder)).merged(adapter))
 
 
 def _sum(weight: Any, delta: Any) -> Any:

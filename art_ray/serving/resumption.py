@@ -145,8 +145,8 @@ class Stream:
     def _as_continued(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """Returns a chunk of the rest as one of the answer that it continues."""
         assert self._first is not None
-        names = {name: self._first[name] for name in ("id", "object", "created", "model") if name in self._first}
-        continued = {**chunk, **names}
+        names = ("id", "object", "created", "model")
+        continued = chunk | {name: self._first[name] for name in names if name in self._first}
         if (usage := chunk.get("usage")) is not None:
             continued["usage"] = {
                 **usage,
@@ -163,7 +163,7 @@ def _as_chat(choice: dict[str, Any]) -> dict[str, Any]:
     chat = {name: value for name, value in choice.items() if name not in ("text", "logprobs")}
     chat["delta"] = {"content": choice["text"]}
     if (logprobs := choice.get("logprobs")) is not None:
-        tops: list[Any] = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
+        tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
         chat["logprobs"] = {
             "content": [
                 {**_token(token, logprob), "top_logprobs": [_token(*entry) for entry in (top or {}).items()]}

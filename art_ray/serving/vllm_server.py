@@ -17,6 +17,7 @@ from typing import Any
 from art_ray.errors import ConfigError, EngineError, ServingError
 from art_ray.serving.adapter import AdapterVersion
 from art_ray.serving.asgi import Application
+from art_ray.serving.merge import MergingWorker
 from art_ray.serving.spec import EngineSpec
 from art_ray.types import nearest
 
@@ -177,8 +178,9 @@ class VLLMServer:
 
         return Path(snapshot_download(self._spec.base_model, local_files_only=True))
 
-    async def replace_weights(self, directory: Path) -> None:
-        """Loads a checkpoint into the running engine, in place, and drops what was cached under the old weights.
+    async def merge(self, adapter: AdapterVersion, directory: Path) -> None:
+        """Puts the base weights plus an adapter that lies in `directory` in the weights' place, and drops what was
+        cached under the old ones.
 
         No request may be running.
 
@@ -186,7 +188,8 @@ class VLLMServer:
             EngineError: the old weights' cache could not be dropped; the engine must not answer any more.
         """
         self.call_weights(None)
-        await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+        arguments = (str(self.base_folder()), adapter.step, str(directory), adapter.sha256)
+        await self._engine.collective_rpc("load_merged", args=arguments)
         for _ in range(_RESET_TRIES):
             # Refused while a block is in use: an aborted request frees its blocks a moment after it was answered.
             if await self._engine.reset_prefix_cache():
@@ -283,6 +286,8 @@ class VLLMServer:
             # vLLM's own 128 would leave prompts shorter than that out of the prefix cache, and compute a group's prompt
             # once per completion.
             arguments["block_size"] = _CPU_BLOCK_SIZE
+        if self.weights == "merged":
+            arguments["worker_extension_cls"] = f"{MergingWorker.__module__}.{MergingWorker.__qualname__}"
         if spec.sleeps:
             arguments["enable_sleep_mode"] = True
         if kv_cache_gib is not None:

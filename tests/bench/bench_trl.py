@@ -289,7 +289,7 @@ def grpo_step_long() -> Iterator[Measured]:
     TRL trains one group after the other: activations of all 32 rows together would take some 30 GB.
     """
     steps = [prompts_of(600)] * (1 + TIMED_STEPS)
-    work = Work(steps, max_tokens=32, is_length_fixed=True, learning_rate=1e-5, micro_batch=GROUP_SIZE)
+    work = Work(steps, max_tokens=32, is_length_fixed=True, learning_rate=1e-5, micro_batch=GROUP_SIZE // 2)
     yield from steps_in_turns(work)
 
 
