@@ -26,6 +26,7 @@ from art_ray.ledger.metrics import checked_metrics
 from art_ray.ledger.paths import model_dir, validate_part
 from art_ray.ledger.port import InProcessLedger, LedgerPort
 from art_ray.ledger.reporters import checked_reporters
+from art_ray.serving.pickup import Recording
 from art_ray.trajectories import Trajectory, TrajectoryGroup, as_groups
 from art_ray.types import TrainConfig, TrainResult, nearest
 
@@ -265,6 +266,13 @@ class TrainableModel(Model):
         """Returns an OpenAI client on the served policy; its answers carry what training needs (see `PolicyClient`)."""
         self.backend()
         return self._client_of(PolicyClient, self.inference_base_url)
+
+    def recording(self) -> Recording:
+        """Returns a URL for one rollout of an agent of another framework, whose trajectory is picked up afterwards."""
+        self.backend()
+        assert self.inference_base_url is not None
+        assert self.inference_api_key is not None
+        return Recording(self.inference_base_url, self.inference_api_key)
 
     async def get_step(self) -> int:
         """Returns the step of the backend's newest complete checkpoint; of a pinned copy, the step it is pinned at."""

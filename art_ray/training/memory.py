@@ -25,4 +25,5 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     wanted = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1, _M_ARENA_MAX: 1}
-    return all([mallopt(parameter, value) == 1 for parameter, value in wanted.items()])
+    accepted = [mallopt(parameter, value) == 1 for parameter, value in wanted.items()]
+    return all(accepted)

@@ -3,6 +3,7 @@
 import agent
 import curve
 import game_2048
+import langgraph_agent
 import polars
 import pytest
 import tic_tac_toe
@@ -15,6 +16,7 @@ from tests.examples.conftest import chosen
 
 AGENTS = {
     "game_2048": (game_2048.rollout, game_2048.games(size=3, turns=3, goal=16)),
+    "langgraph_agent": (langgraph_agent.rollout, langgraph_agent.sums()),
     "tic_tac_toe": (tic_tac_toe.rollout, tic_tac_toe.games("random")),
     "tool_calling": (tool_calling.rollout, tool_calling.questions()),
 }

@@ -16,7 +16,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from art_ray.errors import ServingError
 from art_ray.serving.adapter import AdapterVersion
-from art_ray.serving.recording import Exchange, conversations
+from art_ray.serving.pickup import Recording
 from art_ray.trajectories import Sampling
 from tests.serving.adapters import adapter_of, reference_logprobs, write_adapter
 from tests.serving.conftest import KEY, QUESTION, Replica, until
@@ -330,16 +330,17 @@ async def test_a_curl_command_with_a_trajectory_in_its_url_leaves_a_trainable_co
     replica: Replica, client: openai.AsyncOpenAI, streamed: bool
 ):
     await replica.load(1)
-    name = f"curl-{streamed}"
-    base_url = replica.base_url.removesuffix("/v1") + f"/trajectories/{name}/v1"
+    recording = Recording(replica.base_url, KEY)
     command = CURL.format(streamed=str(streamed).lower())
-    environment = {**os.environ, "BASE_URL": base_url, "KEY": KEY}
+    environment = {**os.environ, "BASE_URL": recording.base_url, "KEY": recording.api_key}
     curl = await asyncio.create_subprocess_shell(command, env=environment, stdout=asyncio.subprocess.PIPE)
     await curl.communicate()
     assert curl.returncode == 0
-    recorded = await client.get(f"/trajectories/{name}", cast_to=object)
-    ((items, _),) = conversations([Exchange(**exchange) for exchange in recorded["exchanges"]])  # type: ignore[index]
-    sampling = sampling_of(items[-1])
+    trajectory = await recording.trajectory()
+    items = trajectory.messages_and_choices
     assert items[0] == {"role": "user", "content": "Yes?"}
-    assert error_from(replica, sampling, 1) < EXACT
-    await client.delete(f"/trajectories/{name}", cast_to=object)
+    assert error_from(replica, sampling_of(items[-1]), 1) < EXACT
+    assert await recording.trajectory() is trajectory
+    with pytest.raises(openai.NotFoundError):  # it was forgotten once it was picked up
+        await client.get(f"/trajectories/{recording.id}", cast_to=object)
+    assert KEY not in repr(recording)
