@@ -21,7 +21,7 @@ from art_ray.actors import calls
 from art_ray.actors.deadlines import Deadlines
 from art_ray.actors.fleet_actor import FleetActor, FleetSpec
 from art_ray.actors.model_actor import ActorLedger
-from art_ray.actors.placement import Placed, driver_node, ended, host_for_others, placed, require, with_gpus
+from art_ray.actors.placement import Placed, driver_node, ended, host_for_others, num_gpus, placed, require
 from art_ray.actors.trainer_actor import TrainRequest
 from art_ray.actors.trainer_group import TrainerGroup
 from art_ray.backend import Call, CommittedStep
@@ -55,6 +55,8 @@ class _Running:
     trainer: TrainerGroup
     spec: TrainerSpec
     serving: ServingConfig
+    sleeps: bool = False
+    """Whether the engine gives its memory back while the trainer works."""
     fleet: Placed | None = None
     port: socket.socket | None = None
     """Keeps the fleet's port for it, whatever becomes of its actor."""
@@ -263,12 +265,13 @@ class RayBackend:
 
     async def _start(self, model: TrainableModel, spec: TrainerSpec, serving: ServingConfig) -> _Running:
         name = f"{model.project}/{model.name}"
-        trainer, replica = self._resources(serving)
+        sleeps = self._sleeps(spec, serving)
+        trainer, replica = self._resources(serving, sleeps)
         resources = {f"trainer:{name}:{rank}": trainer for rank in range(spec.trainer.ranks)}
         resources |= {f"vllm:{name}:{index}": replica for index in range(serving.replicas)}
         require(resources, beside=[running.resources for running in self._models.values()])
         group = TrainerGroup(f"trainer:{name}", spec, trainer, self._deadlines)
-        running = _Running(group, spec, serving, key=secrets.token_urlsafe(32), resources=resources)
+        running = _Running(group, spec, serving, sleeps=sleeps, key=secrets.token_urlsafe(32), resources=resources)
         try:
             await group.place()
             await self._fill(running, model, replica)
@@ -291,6 +294,7 @@ class RayBackend:
                 max_lora_rank=spec.lora.r,
                 serving=running.serving,
                 host=host,
+                sleeps=running.sleeps,
                 seed=secrets.randbits(31),
             ),
             port=running.port.getsockname()[1],
@@ -320,8 +324,25 @@ class RayBackend:
 
     async def _learn(self, model: TrainableModel, request: TrainRequest) -> AsyncIterator[dict[str, float]]:
         running = self._running(model)
-        yield await self._train(running, request)
+        async with self._awake_afterwards(running):
+            metrics = await self._train(running, request)
+        yield metrics
         yield {"seconds_weight_sync": await self._publish(running, request.step + 1)}
+
+    @contextlib.asynccontextmanager
+    async def _awake_afterwards(self, running: _Running) -> AsyncIterator[None]:
+        """Has the engine sleep within the block, where it shares the trainer's GPU."""
+        if not running.sleeps:
+            yield
+            return
+        fleet = _fleet_of(running)
+        for_sleep = fleet.wait("sleep", "the engine's memory", self._deadlines.publish_s)
+        await calls.answer(fleet.handle.sleep.remote(), for_sleep)
+        try:
+            yield
+        finally:
+            waking = fleet.wait("wake", "the engine's weights", self._deadlines.publish_s)
+            await calls.answer(fleet.handle.wake.remote(), waking)
 
     async def _train(self, running: _Running, request: TrainRequest) -> dict[str, float]:
         with bar(desc=f"train step {request.step + 1}", unit="row", leave=False) as shown:
@@ -387,10 +408,29 @@ class RayBackend:
             if running.port is not None:
                 running.port.close()
 
-    def _resources(self, serving: ServingConfig) -> tuple[dict[str, float], dict[str, float]]:
+    def _sleeps(self, spec: TrainerSpec, serving: ServingConfig) -> bool:
+        """Returns whether engine and trainer share a GPU.
+
+        Raises:
+            ConfigError: they are to, and cannot.
+        """
+        sleeps = num_gpus() == 1 if serving.sleeps is None else serving.sleeps
+        if sleeps and num_gpus() == 0:
+            raise ConfigError("ServingConfig(sleeps=True) needs a GPU to share; the cluster has none")
+        if sleeps and (spec.trainer.ranks, serving.replicas, serving.tensor_parallel) != (1, 1, 1):
+            raise ConfigError(
+                "a GPU is shared by one trainer rank and one replica of one device; asked for "
+                f"ranks={spec.trainer.ranks}, replicas={serving.replicas}, tensor_parallel={serving.tensor_parallel} "
+                f"on {num_gpus():g} GPU"
+            )
+        return sleeps
+
+    def _resources(self, serving: ServingConfig, sleeps: bool) -> tuple[dict[str, float], dict[str, float]]:
         """Returns what a trainer rank and a replica ask of Ray: GPUs where the cluster has any, otherwise CPUs."""
         devices = float(serving.tensor_parallel)
-        if with_gpus():
+        if sleeps:
+            return {"CPU": 1.0, "GPU": 0.5}, {"CPU": 1.0, "GPU": 0.5}
+        if num_gpus() > 0:
             return {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": devices}
         return {"CPU": 1.0}, {"CPU": devices}
 

@@ -15,7 +15,7 @@ from art_ray.actors import calls
 from art_ray.actors.calls import Wait
 from art_ray.errors import ActorError, ConfigError, DeadlineError, ResourcesError
 
-__all__ = ["Placed", "driver_node", "ended", "host_for_others", "placed", "require", "with_gpus"]
+__all__ = ["Placed", "driver_node", "ended", "host_for_others", "num_gpus", "placed", "require"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ def host_for_others() -> str:
     return "127.0.0.1" if alone else str(ray.util.get_node_ip_address())
 
 
-def with_gpus() -> bool:
-    """Returns whether any node of the cluster has a GPU."""
-    return ray.cluster_resources().get("GPU", 0) > 0
+def num_gpus() -> float:
+    """Returns how many GPUs the cluster has."""
+    return float(ray.cluster_resources().get("GPU", 0))
 
 
 def placed(actor: Any, name: str, *arguments: Any, node: str = "?", **options: Any) -> Placed:

@@ -74,6 +74,9 @@ class ServingConfig(FrozenConfig):
     weights: Weights = "auto"
     """"adapter": one LoRA adapter per version, several versions at once. "merged": the adapter is added into the
     weights, one version at a time. "auto": merged on CPU, where sampling with an adapter is slower; adapter on GPU."""
+    sleeps: bool | None = None
+    """Whether engine and trainer share one GPU: the engine gives its memory back while the trainer works. None: where
+    the cluster has a single GPU. `gpu_memory_utilization` must leave the trainer's weights their room."""
     max_versions: int = pydantic.Field(default=4, ge=2, le=64)
     """Adapter weights only: versions that are held at once (the current one, and those still leased)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

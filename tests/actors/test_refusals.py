@@ -83,6 +83,8 @@ async def test_too_few_resources(tmp_path, tiny):
     assert "CPU: asked 9, present 2, missing 7" in str(error)
 
 
-def test_what_is_not_built_yet_is_refused():
-    with pytest.raises(ConfigError, match="one replica"):
-        art_ray.RayBackend(serving=art_ray.ServingConfig(replicas=2))
+async def test_a_gpu_that_is_not_there_cannot_be_shared(tmp_path, tiny):
+    backend = art_ray.RayBackend(serving=art_ray.ServingConfig(sleeps=True))
+    error = await refused(tmp_path, base_model=tiny, backend=backend)
+    assert isinstance(error, ConfigError)
+    assert "needs a GPU to share; the cluster has none" in str(error)
