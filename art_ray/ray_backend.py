@@ -209,10 +209,13 @@ class RayBackend:
 
     @contextlib.asynccontextmanager
     async def _holding(self, model: TrainableModel, step: int) -> AsyncIterator[bool]:
-        """Leases version `step` within the block and gives True; where weights are merged, gives False."""
+        """Leases version `step` within the block and gives True.
+
+        Gives False where weights are merged, and where the engine sleeps during a step and answers for no version.
+        """
         running = self._running(model)
         assert running.address is not None
-        if running.address.weights == "merged":
+        if running.address.weights == "merged" or running.sleeps:
             yield False
             return
         fleet, holder = _fleet_of(running), f"hold-{uuid.uuid4().hex}"
