@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from art_ray.local import LocalBackend
     from art_ray.model import Model, TrainableModel
     from art_ray.ray_backend import RayBackend
+    from art_ray.run_pipeline import PipelineResult, pipeline
+    from art_ray.run_rollouts import rollout
     from art_ray.serving.config import ServingConfig
     from art_ray.supervise import sft
     from art_ray.training.config import TrainerConfig
@@ -41,6 +43,7 @@ __all__ = [
     "MessagesAndChoices",
     "Model",
     "Outcome",
+    "PipelineResult",
     "PolicyVersion",
     "RayBackend",
     "ServingConfig",
@@ -55,7 +58,9 @@ __all__ = [
     "gather_trajectory_groups",
     "iterate_dataset",
     "limit_concurrency",
+    "pipeline",
     "retry",
+    "rollout",
     "sft",
 ]
 
@@ -69,6 +74,7 @@ _MODULE_OF = {
     "MessagesAndChoices": "trajectories",
     "Model": "model",
     "Outcome": "types",
+    "PipelineResult": "run_pipeline",
     "PolicyVersion": "types",
     "RayBackend": "ray_backend",
     "ServingConfig": "serving.config",
@@ -83,7 +89,9 @@ _MODULE_OF = {
     "gather_trajectory_groups": "gather",
     "iterate_dataset": "utils",
     "limit_concurrency": "utils",
+    "pipeline": "run_pipeline",
     "retry": "utils",
+    "rollout": "run_rollouts",
     "sft": "supervise",
 }
 _MODULES = ("errors", "gather", "ledger", "local", "rewards", "trajectories", "types", "utils")

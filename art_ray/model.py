@@ -60,6 +60,8 @@ class Model(pydantic.BaseModel):
     _backend: Backend | None = pydantic.PrivateAttr(default=None)
     _ledger: LedgerPort | None = pydantic.PrivateAttr(default=None)
     _ledger_made_for: tuple[Any, ...] = pydantic.PrivateAttr(default=())
+    _is_elsewhere: bool = pydantic.PrivateAttr(default=False)
+    """Whether this is a copy that was sent to another process, where it has no backend."""
     _client: openai.AsyncOpenAI | None = pydantic.PrivateAttr(default=None)
     _client_made_for: tuple[Any, ...] = pydantic.PrivateAttr(default=())
 
@@ -90,6 +92,13 @@ class Model(pydantic.BaseModel):
     def _private_of_a_copy(self) -> dict[str, Any]:
         """Returns what a deep copy does not share."""
         return {}
+
+    def for_elsewhere(self) -> Self:
+        """Returns a copy that can be sent to another process: it samples and can be asked, but holds no connection."""
+        copy = self.model_copy()
+        unconnected = {name: attribute.get_default() for name, attribute in type(self).__private_attributes__.items()}
+        object.__setattr__(copy, "__pydantic_private__", unconnected | {"_is_elsewhere": True})
+        return copy
 
     async def register(self, backend: Backend) -> None:
         """Connects the model to a backend. `base_path` is not touched, and no reporter is opened."""
@@ -264,12 +273,12 @@ class TrainableModel(Model):
 
     def openai_client(self) -> openai.AsyncOpenAI:
         """Returns an OpenAI client on the served policy; its answers carry what training needs (see `PolicyClient`)."""
-        self.backend()
+        self._check_served()
         return self._client_of(PolicyClient, self.inference_base_url)
 
     def recording(self) -> Recording:
         """Returns a URL for one rollout of an agent of another framework, whose trajectory is picked up afterwards."""
-        self.backend()
+        self._check_served()
         assert self.inference_base_url is not None
         assert self.inference_api_key is not None
         return Recording(self.inference_base_url, self.inference_api_key)
@@ -358,10 +367,20 @@ class TrainableModel(Model):
             steps = await ledger.steps_to_keep(best_checkpoint_metric, await backend._get_step(self))
             await backend._delete_checkpoint_files(self, steps)
 
+    def _check_served(self) -> None:
+        if not (self._is_elsewhere and self.inference_base_url):
+            self.backend()
+
     def _check_trains(self) -> None:
         if self._pinned_step is not None:
             raise ConfigError(f"a copy of {self.name!r} that is pinned at step {self._pinned_step} trains nothing")
         self.backend()._check_prepared(self)
+
+    def for_elsewhere(self) -> Self:
+        """See `Model.for_elsewhere`; a pinned copy stays pinned."""
+        copy = super().for_elsewhere()
+        copy._pinned_step = self._pinned_step
+        return copy
 
     def _private_of_a_copy(self) -> dict[str, Any]:
         return {"_learning": asyncio.Lock(), "_unfinished": None}

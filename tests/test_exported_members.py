@@ -23,6 +23,7 @@ PUBLIC = [
     "MessagesAndChoices",
     "Model",
     "Outcome",
+    "PipelineResult",
     "PolicyVersion",
     "RayBackend",
     "ServingConfig",
@@ -37,7 +38,9 @@ PUBLIC = [
     "gather_trajectory_groups",
     "iterate_dataset",
     "limit_concurrency",
+    "pipeline",
     "retry",
+    "rollout",
     "sft",
 ]
 

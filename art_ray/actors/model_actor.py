@@ -13,6 +13,8 @@ import ray
 from art_ray.actors import calls
 from art_ray.actors.placement import Placed, driver_node, placed
 from art_ray.ledger.ledger import Ledger, LedgerConfig, LogReceipt
+from art_ray.ledger.paths import model_dir
+from art_ray.ledger.rollouts import KeptRollouts
 from art_ray.trajectories import TrajectoryGroup
 
 __all__ = ["ActorLedger", "LogRequest", "ModelActor"]
@@ -56,6 +58,7 @@ class ModelActor:
     def __init__(self, config: LedgerConfig, environment: Environment) -> None:
         os.environ.update(environment.variables)
         self._ledger = Ledger(config)
+        self._kept = KeptRollouts(model_dir(config.base_path, config.project, config.name))
 
     def log(self, request: LogRequest) -> LogReceipt:
         """Carries out `request`; when it returns, everything is on disk."""
@@ -74,6 +77,20 @@ class ModelActor:
     def steps_to_keep(self, metric: str, latest_step: int) -> list[int]:
         """See `Ledger.steps_to_keep`."""
         return self._ledger.steps_to_keep(metric, latest_step)
+
+    def keep(self, step: int, key: str, group: tuple[Any], timeout_s: float) -> None:
+        """Writes a finished group, given as a reference in a tuple, so that it outlives every process."""
+        [kept] = calls.fetch(list(group), f"the finished group {key!r}", timeout_s)
+        self._kept.keep(step, key, kept)
+
+    def recall(self, step: int, key: str) -> tuple[TrajectoryGroup | None, bool]:
+        """Returns a kept group, and whether there is one."""
+        group = self._kept.recall(step, key)
+        return group, group is not None
+
+    def forget_before(self, step: int) -> None:
+        """Deletes the groups that were kept for earlier steps."""
+        self._kept.forget_before(step)
 
     def close(self, timeout_s: float) -> None:
         """Drains the reporters for up to `timeout_s` seconds."""
@@ -130,6 +147,20 @@ class ActorLedger:
         """See `LedgerPort.steps_to_keep`."""
         ref = self._placed().handle.steps_to_keep.remote(metric, latest_step)
         return await self._answer("steps_to_keep", ref, f"the best step by {metric}")
+
+    async def keep(self, step: int, key: str, group: Any) -> None:
+        """Has the group behind a reference written, so that it outlives every process."""
+        ref = self._placed().handle.keep.remote(step, key, (group,), self._timeout_s)
+        await self._answer("keep", ref, f"the group {key!r} of step {step}")
+
+    async def recall(self, step: int, key: str) -> Any:
+        """Returns a reference to a kept group; None where there is none. The group itself stays where it is."""
+        group, is_there = self._placed().handle.recall.options(num_returns=2).remote(step, key)
+        return group if await self._answer("recall", is_there, f"the group {key!r} of step {step}") else None
+
+    async def forget_before(self, step: int) -> None:
+        """Has the groups deleted that were kept for earlier steps."""
+        await self._answer("forget_before", self._placed().handle.forget_before.remote(step), "old groups to go")
 
     async def close(self, timeout_s: float) -> None:
         """Drains the reporters, then ends the actor, for good."""
