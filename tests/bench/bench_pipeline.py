@@ -1,4 +1,4 @@
-"""What overlapping brings where sampling takes as long as training: steps per minute, one step off policy against none."""
+"""What overlapping brings where sampling takes as long as training: steps per minute, against taking turns."""
 
 from __future__ import annotations
 
