@@ -44,6 +44,8 @@ from art_ray.types import TrainConfig, TrainResult
 
 __all__ = ["PipelineResult", "pipeline"]
 
+FAILED_SPLIT = "failed"
+"""Of groups with so many failures that a step was not taken."""
 Evaluate = Callable[[TrainableModel], Awaitable[Any]]
 
 
@@ -156,7 +158,8 @@ def pipeline(
         NotRegisteredError: the model has no backend.
         ConfigError: a value that cannot work, or fewer scenarios than the steps that were asked for need: before the
             first step where their number is known, otherwise after the last that could be taken.
-        TooManyExceptionsError: more rollouts of a step's groups failed than allowed; that step is not taken.
+        TooManyExceptionsError: more rollouts of a step's groups failed than allowed; that step is not taken, and the
+            groups with failures are logged as split "failed".
         ArtRayError: what a rollout worker, a step or the evaluation raised.
     """
     options = _Options(
@@ -260,7 +263,7 @@ class _Pipeline:
                 return None
             await self._until_news()
         sampled = [self._sampled.pop(group.attempt) for group in chosen]
-        self._check_failures(sampled)
+        await self._check_failures(chosen, sampled)
         await self._evaluation.before_publishing()
         seconds_waiting = time.monotonic() - started
         result = await self._trained(chosen, sampled)
@@ -341,7 +344,7 @@ class _Pipeline:
         refs = [self._sampled.pop(group.attempt).group.ref for group in stale]
         version = self._overlap.version
         await self._model.log(refs, split=STALE_SPLIT, step=version)
-        await asyncio.to_thread(self._consumed.too_old, version, [group.attempt.position for group in stale])
+        await asyncio.to_thread(self._consumed.drop, version, [group.attempt.position for group in stale])
         self._num_dropped += len(stale)
 
     async def _cancel(self) -> None:
@@ -354,14 +357,21 @@ class _Pipeline:
         finally:
             await self._evaluation.cancel()
 
-    def _check_failures(self, sampled: Sequence[_Sampled]) -> None:
+    async def _check_failures(self, chosen: Sequence[FinishedAttempt], sampled: Sequence[_Sampled]) -> None:
         num_failed = sum(one.group.num_exceptions for one in sampled)
         num_rollouts = num_failed + sum(one.group.num_trajectories for one in sampled)
-        if too_many(num_failed, num_rollouts, self._options.max_exceptions):
-            raise TooManyExceptionsError(
-                f"{num_failed} of the {num_rollouts} rollouts for step {self._overlap.version + 1} failed, more than "
-                f"max_exceptions={self._options.max_exceptions} allows; the step was not taken"
-            )
+        if not too_many(num_failed, num_rollouts, self._options.max_exceptions):
+            return
+        failed = [(group, one) for group, one in zip(chosen, sampled, strict=True) if one.group.num_exceptions]
+        version = self._overlap.version
+        await self._model.log([one.group.ref for _, one in failed], split=FAILED_SPLIT, step=version)
+        # Once what ails them is mended, they are to be sampled again.
+        await asyncio.to_thread(self._consumed.drop, version, [group.attempt.position for group, _ in failed])
+        raise TooManyExceptionsError(
+            f"{num_failed} of the {num_rollouts} rollouts for step {version + 1} failed, more than "
+            f"max_exceptions={self._options.max_exceptions} allows. The step was not taken; how they failed is logged "
+            f"as split {FAILED_SPLIT!r} of step {version}"
+        )
 
     def _check_ended(self) -> None:
         last = self._options.num_steps

@@ -332,14 +332,18 @@ async def test_what_a_group_raises_ends_the_run(house):
     assert (house.pool.running, house.pool.is_open) == ([], False)
 
 
-async def test_more_failures_in_a_step_than_allowed_end_the_run_before_it(house):
+async def test_more_failures_in_a_step_than_allowed_end_the_run_and_are_sampled_anew_in_the_next(house):
     house.pool.num_exceptions = 1
     assert len(await house.results("abcd", max_exceptions=0.34, num_steps=1)) == 1
-    with pytest.raises(
-        TooManyExceptionsError, match="2 of the 6 rollouts for step 2 failed, more than max_exceptions=0"
-    ):
+    message = "2 of the 6 rollouts for step 2 failed, more than max_exceptions=0 allows.*split 'failed' of step 1"
+    with pytest.raises(TooManyExceptionsError, match=message):
         await house.results("abcd")
     assert house.backend.step == 1
+    assert [step for step, _ in house.column("failed/reward")] == [1]
+    house.pool.num_exceptions = 0
+    await house.results("abcd")
+    assert house.trained == [["a", "b"], ["c", "d"]]
+    assert house.pool.keys[-2:] == ["scenarios-2.1", "scenarios-3.1"], "not found among what was kept"
 
 
 async def test_a_step_that_something_else_took_is_noticed(house):

@@ -3,7 +3,7 @@
 `{model's folder}/scenarios/{name}.jsonl` has a line for each of these, on disk before what it announces begins::
 
     {"step": 5, "trained": [8, 9]}    the scenarios whose groups the step that makes version 5 is trained on
-    {"step": 4, "stale": [7]}         scenarios whose groups were too old when version 4 was the newest
+    {"step": 4, "dropped": [7]}       groups of these were given up when version 4 was the newest: too old, or failed
     {"step": 4, "evaluated": true}    the evaluation of version 4 has ended
 
 Which of the announced steps were taken, the checkpoints say: a line is true once the checkpoint of its step is
@@ -28,9 +28,9 @@ class Consumed:
     """What was consumed up to a step."""
 
     first_unread: int = 0
-    """The scenario after the last one of which a group was trained, or too old."""
+    """The scenario after the last one of which a group was trained or given up."""
     waiting: dict[int, int] = field(default_factory=dict)
-    """Scenarios before it that were not trained, each with how many groups of it were too old."""
+    """Scenarios before it that were not trained, each with how many groups of it were given up."""
     evaluated: frozenset[int] = frozenset()
     """Versions whose evaluation has ended."""
 
@@ -49,9 +49,9 @@ class ConsumedScenarios:
         """Notes which scenarios the step that makes version `step` is trained on; to be called before it is taken."""
         self._lines.append({"step": step, "trained": sorted(positions)})
 
-    def too_old(self, step: int, positions: Iterable[int]) -> None:
-        """Notes scenarios whose groups were too old when `step` was the newest version."""
-        self._lines.append({"step": step, "stale": sorted(positions)})
+    def drop(self, step: int, positions: Iterable[int]) -> None:
+        """Notes scenarios whose groups were given up when `step` was the newest version."""
+        self._lines.append({"step": step, "dropped": sorted(positions)})
 
     def evaluated(self, step: int) -> None:
         """Notes that the evaluation of version `step` has ended."""
@@ -60,15 +60,15 @@ class ConsumedScenarios:
     def at(self, step: int) -> Consumed:
         """Returns what was consumed by the steps up to `step`, which is the newest that is committed."""
         trained: dict[int, list[int]] = {}
-        late: Counter[int] = Counter()
+        dropped: Counter[int] = Counter()
         evaluated = set()
         for row in self._lines.rows():
             if row["step"] <= step and "trained" in row:
                 trained[row["step"]] = row["trained"]
-            late.update(row.get("stale", ()))
+            dropped.update(row.get("dropped", ()))
             if row.get("evaluated"):
                 evaluated.add(row["step"])
         done = {position for positions in trained.values() for position in positions}
-        first_unread = max(done | late.keys(), default=-1) + 1
-        waiting = {position: late[position] for position in range(first_unread) if position not in done}
+        first_unread = max(done | dropped.keys(), default=-1) + 1
+        waiting = {position: dropped[position] for position in range(first_unread) if position not in done}
         return Consumed(first_unread, waiting, frozenset(evaluated))

@@ -30,12 +30,12 @@ def test_a_step_that_was_not_taken_and_announced_again_consumed_what_it_said_las
     assert consumed.at(2) == Consumed(first_unread=4)
 
 
-def test_scenarios_that_were_overtaken_are_still_to_be_trained_with_how_often_they_were_late(consumed):
+def test_scenarios_that_were_overtaken_are_still_to_be_trained_with_how_often_they_were_dropped(consumed):
     consumed.begin(1, [0, 2])
     consumed.begin(2, [4, 5])
-    consumed.too_old(2, [1])
+    consumed.drop(2, [1])
     assert consumed.at(2) == Consumed(first_unread=6, waiting={1: 1, 3: 0})
-    consumed.too_old(2, [6])
+    consumed.drop(2, [6])
     assert consumed.at(2) == Consumed(first_unread=7, waiting={1: 1, 3: 0, 6: 1})
     consumed.begin(3, [1, 3])
     assert consumed.at(3) == Consumed(first_unread=7, waiting={6: 1})
