@@ -81,3 +81,12 @@ class StubBackend:
 
     async def _delete_checkpoint_files(self, model, steps_to_keep):
         self.kept = sorted(steps_to_keep)
+
+
+class StubBackendOnRay(StubBackend):
+    """The same with the ledger on an actor, so that rollouts on workers can be logged."""
+
+    async def _open_ledger(self, model):
+        from art_ray.actors.model_actor import ActorLedger
+
+        return ActorLedger(model._ledger_config(), timeout_s=60)

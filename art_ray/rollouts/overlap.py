@@ -29,7 +29,7 @@ class Attempt:
     position: int
     """Of its scenario among all scenarios, counted from 0."""
     number: int
-    """How many groups of this scenario came too late before; 0 for the first."""
+    """How many groups of this scenario were given up before, most often for coming too late; 0 for the first."""
     version: int
     """The version that was served when it was started."""
 

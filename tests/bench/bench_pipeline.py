@@ -13,24 +13,12 @@ from typing import Any
 import ray
 
 import art_ray
-from art_ray.actors.model_actor import ActorLedger
 from tests.bench import Measured, benchmark
-from tests.stub_backend import StubBackend
+from tests.stub_backend import StubBackendOnRay
 
 SECONDS = 1.0
 """Of a rollout, and of a step."""
 NUM_STEPS = 12
-
-
-class SlowBackend(StubBackend):
-    """Takes a second for a step, and remembers on an actor, as a backend on Ray does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.training = lambda step: asyncio.sleep(SECONDS)
-
-    async def _open_ledger(self, model: art_ray.Model) -> ActorLedger:
-        return ActorLedger(model._ledger_config(), timeout_s=60)
 
 
 async def steps_per_minute(max_steps_off_policy: int, folder: str) -> float:
@@ -43,7 +31,9 @@ async def steps_per_minute(max_steps_off_policy: int, folder: str) -> float:
 
     name = f"behind-{max_steps_off_policy}"
     model = art_ray.TrainableModel(name=name, project="bench", base_model="none", base_path=folder, report_metrics=[])
-    await model.register(SlowBackend())
+    backend = StubBackendOnRay()
+    backend.training = lambda step: asyncio.sleep(SECONDS)
+    await model.register(backend)
     steps = art_ray.pipeline(
         model,
         rollout,
