@@ -76,7 +76,7 @@ class TrainerConfig(FrozenConfig):
     gradient_checkpointing: bool = False
     """Whether each layer's activations are computed again in the backward pass: about a third more time for far less
     memory."""
-    logprob_chunk_tokens: int = pydantic.Field(default=256, ge=1)
+    logprob_chunk_tokens: int = pydantic.Field(default=512, ge=1)
     """Positions whose logits exist at the same time: memory is twice this times the vocabulary times 4 bytes."""
     seed: int = 0
     """Of the adapter's first weights, of dropout, and of the split into several optimizer steps."""

@@ -46,7 +46,8 @@ class Head:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Forward keeps one log-sum-exp per row; backward computes each chunk's logits again."""
+    """Forward keeps one log-sum-exp per row, and the last chunk's probabilities; backward computes the other chunks'
+    logits again."""
 
     @staticmethod
     def forward(
@@ -74,6 +75,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             log_normalizers[start:end] = normalizer + largest[:, 0]
             # H = log Z - sum p * logit, with logits that count from the largest
             entropies[start:end] = normalizer - torch.einsum("nv,nv->n", powers, logits) / total
+        # Backward begins next, while no other chunk exists: keeping these costs no memory at its peak.
+        ctx.last = powers.div_(total[:, None]) if head.softcap is None else None
         ctx.save_for_backward(hidden, temperatures, rows, tokens, log_normalizers)
         ctx.head, ctx.bounds = head, bounds
         ctx.mark_non_differentiable(entropies)
@@ -87,18 +90,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
         # Each row's log-normalizer enters the log-probability of every target of the row.
         row_grads = grad_logprobs.new_zeros(len(hidden)).index_add_(0, rows, grad_logprobs)
         head: Head = ctx.head
-        for start, end, first, last in ctx.bounds:
-            logits = head.logits(hidden[start:end], temperatures[start:end])
+        for start, end, first, last in reversed(ctx.bounds):
             inside = rows[first:last] - start
             # d logprob / d logit = 1[target] - p
             if head.softcap is None:
                 # The two terms apart: the first is a few rows of the weights, and the second needs no pass over
                 # [N, V] to be weighted.
-                probabilities = logits.sub_(log_normalizers[start:end, None]).exp_().to(head.weight.dtype)
-                grad = (probabilities @ head.weight).float() * -row_grads[start:end, None]
+                probabilities, ctx.last = ctx.last, None
+                if probabilities is None:
+                    logits = head.logits(hidden[start:end], temperatures[start:end])
+                    probabilities = logits.sub_(log_normalizers[start:end, None]).exp_()
+                grad = (probabilities.to(head.weight.dtype) @ head.weight).float() * -row_grads[start:end, None]
+                del probabilities
                 grad.index_add_(0, inside, head.weight[tokens[first:last]].float() * grad_logprobs[first:last, None])
                 grad_hidden[start:end] = head.scaled(grad, temperatures[start:end])
             else:
+                logits = head.logits(hidden[start:end], temperatures[start:end])
                 weighted = (logits - log_normalizers[start:end, None]).exp_().mul_(-row_grads[start:end, None])
                 weighted.index_put_((inside, tokens[first:last]), grad_logprobs[first:last], accumulate=True)
                 grad_hidden[start:end] = head.backward(weighted, logits, temperatures[start:end])
