@@ -148,7 +148,10 @@ class RayBackend:
         return ledger
 
     async def _prepare_backend_for_training(self, model: TrainableModel) -> tuple[str, str]:
-        """Starts trainer and replicas from the newest complete checkpoint; returns the API's base URL and key."""
+        """Starts trainer and replicas from the newest complete checkpoint; returns the API's base URL and key.
+
+        Where they run already, sees to it that the newest step is what they serve.
+        """
         self._connect()
         async with self._starting:
             running = self._models.get(_key(model))
@@ -163,6 +166,8 @@ class RayBackend:
                 running = None
             if running is None:
                 running = self._models[_key(model)] = await self._start(model, spec, serving)
+            else:
+                await self._publish_newest(running)
         assert running.address is not None
         return running.address.base_url, running.key
 
@@ -367,6 +372,12 @@ class RayBackend:
         if loaded.step != step:
             raise ServingError(f"{fleet.name} was given version {step} and answered {loaded.step}")
         return asyncio.get_running_loop().time() - started
+
+    async def _publish_newest(self, running: _Running) -> None:
+        """Publishes the newest step, where a call that was given up after taking it did not."""
+        step = await running.trainer.settled()
+        if (await self._status(running))["current"] != step:
+            await self._publish(running, step)
 
     async def _lease(self, running: _Running, step: int, holder: str) -> None:
         """Has the replicas keep the adapter of `step` for `holder`, for `pin_ttl_s` seconds from now."""

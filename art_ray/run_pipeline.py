@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from art_ray.actors.rollout_pool import FinishedGroup, RolloutPool
-from art_ray.errors import ConfigError, TooManyExceptionsError, TrainingError
+from art_ray.errors import ConfigError, ServingError, TooManyExceptionsError, TrainingError
 from art_ray.gather import check_max_exceptions, ended, too_many
 from art_ray.ledger.consumed import ConsumedScenarios
 from art_ray.ledger.ledger import STALE_SPLIT
@@ -137,7 +137,8 @@ def pipeline(
             `itertools.cycle(items)`.
         groups_per_step: scenarios that a step is trained on.
         group_size: attempts at each.
-        max_steps_off_policy: by how many versions a group may be behind the version that is trained on it.
+        max_steps_off_policy: by how many versions a group may be behind the version that is trained on it. Agents that
+            are recorded (`model.recording()`) keep their version: `ServingConfig.max_versions` must be above it then.
         num_steps: ends when the model has reached this step; None: when there are no scenarios left.
         config: of every train call.
         when_stale: "drop", or "train" for groups that are trained however old they are, their weights bounded by
@@ -158,6 +159,7 @@ def pipeline(
         NotRegisteredError: the model has no backend.
         ConfigError: a value that cannot work, or fewer scenarios than the steps that were asked for need: before the
             first step where their number is known, otherwise after the last that could be taken.
+        ServingError: groups of one scenario were too old twice, which happens only where old versions are served.
         TooManyExceptionsError: more rollouts of a step's groups failed than allowed; that step is not taken, and the
             groups with failures are logged as split "failed".
         ArtRayError: what a rollout worker, a step or the evaluation raised.
@@ -210,6 +212,8 @@ class _Pipeline:
         """The version from which the first scenario was trained, or would have been."""
         self._num_dropped = 0
         """Groups that were too old, since the last step."""
+        self._late: set[int] = set()
+        """Scenarios that had such groups, since the start."""
 
     async def steps(self) -> AsyncGenerator[PipelineResult, None]:
         """Yields the results of the steps."""
@@ -230,8 +234,10 @@ class _Pipeline:
         self._check_ended()
 
     async def _resume(self) -> None:
-        """Finds out where the run stands: at the newest step, once none is being taken any more."""
-        await self._model.backend()._get_committed(self._model)
+        """Finds out where the run stands: at the newest step, once none is being taken any more and it is served."""
+        backend = self._model.backend()
+        await backend._prepare_backend_for_training(self._model)
+        await backend._get_committed(self._model)
         options, version = self._options, await self._model.get_step()
         consumed = await asyncio.to_thread(self._consumed.at, version)
         self._scenarios = _Scenarios(self._items, consumed.first_unread, consumed.waiting)
@@ -342,18 +348,23 @@ class _Pipeline:
 
     async def _log_stale(self, stale: Sequence[FinishedAttempt]) -> None:
         refs = [self._sampled.pop(group.attempt).group.ref for group in stale]
-        version = self._overlap.version
+        version, positions = self._overlap.version, [group.attempt.position for group in stale]
         await self._model.log(refs, split=STALE_SPLIT, step=version)
-        await asyncio.to_thread(self._consumed.drop, version, [group.attempt.position for group in stale])
+        await asyncio.to_thread(self._consumed.drop, version, positions)
         self._num_dropped += len(stale)
+        if again := self._late.intersection(positions):
+            oldest = min(group.oldest_version for group in stale)
+            raise ServingError(
+                f"groups of scenario {min(again)} were too old twice, although training waits for the second one: it "
+                f"was sampled by version {oldest}, and the newest is {version}. Does something serve old versions?"
+            )
+        self._late.update(positions)
 
     async def _cancel(self) -> None:
         """Ends whatever still runs."""
         tasks = [*self._sampling, *([self._training] if self._training is not None else [])]
-        for task in tasks:
-            task.cancel()
         try:
-            await ended(tasks)
+            await _cancelled(tasks)
         finally:
             await self._evaluation.cancel()
 
@@ -435,10 +446,8 @@ class _Evaluation:
 
     async def cancel(self) -> None:
         """Cancels an evaluation that runs, and sees it end."""
-        for task in self.tasks:
-            task.cancel()
         try:
-            await ended(self.tasks)
+            await _cancelled(self.tasks)
         finally:
             await self._held.aclose()
 
@@ -448,6 +457,14 @@ class _Evaluation:
         if groups is not None:
             await self._model.log(groups, split="val", step=step)
         await asyncio.to_thread(self._consumed.evaluated, step)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancels tasks and sees them end; whatever they raise comes too late to matter."""
+    for task in tasks:
+        task.cancel()
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio complains if none looks
+    await ended(list(tasks))
 
 
 class _Scenarios:

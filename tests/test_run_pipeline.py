@@ -12,7 +12,6 @@ import polars
 import pytest
 
 import art_ray
-from art_ray.backend import CommittedStep
 from art_ray.errors import ConfigError, TooManyExceptionsError, TrainingError
 from art_ray.ledger import read_trajectory_groups_parquet
 from art_ray.run_pipeline import _Options, _Pipeline
@@ -46,6 +45,8 @@ class StubPool:
     num_exceptions: int = 0
     keys: list[str] = field(default_factory=list)
     running: list[Any] = field(default_factory=list)
+    lag: int = 0
+    """How many versions the server is behind what was published."""
     is_open: bool = False
     times_opened: int = 0
 
@@ -60,7 +61,7 @@ class StubPool:
 
     async def group(self, scenario, key, step=None):
         assert self.is_open
-        version = self.backend.step
+        version = self.backend.step - self.lag
         self.events.append(("sample", scenario))
         self.keys.append(key)
         self.running.append(scenario)
@@ -265,6 +266,14 @@ async def test_what_ended_in_the_callers_block_is_known_before_the_next_step_is_
     assert list(itertools.chain(*house.trained)) == list("abcdef")
 
 
+@pytest.mark.parametrize("behind", [0, 1])
+async def test_a_server_of_old_versions_is_found_out_instead_of_sampling_for_ever(house, behind):
+    house.backend.step, house.pool.lag = 7, behind + 1
+    with pytest.raises(art_ray.errors.ServingError, match=r"too old twice.*by version .*Does something serve old"):
+        await house.results(itertools.count(), max_steps_off_policy=behind)
+    assert not house.pool.is_open
+
+
 async def test_training_on_groups_of_any_age_needs_a_bound_on_their_weights(house):
     with pytest.raises(ConfigError, match="truncated_importance_sampling=…"):
         house.run("ab", when_stale="train")
@@ -363,15 +372,15 @@ async def test_a_step_that_was_given_up_and_taken_all_the_same_counts(house):
         await asyncio.Event().wait()
 
     async def settled(model):
-        house.backend.step = 1  # whoever asks waits for the end of the step
-        return CommittedStep(1, "train", "train-of-the-first", {})
+        house.backend.step = 1  # whoever asks waits for the end of the step, and has it served
+        return "http://127.0.0.1:9/v1", "a-secret-key"
 
     house.backend.training = forever
     run = asyncio.create_task(house.results("abcd"))
     await began.wait()
     run.cancel()
     await asyncio.wait([run])
-    house.backend.training, house.backend._get_committed = at_once, settled
+    house.backend.training, house.backend._prepare_backend_for_training = at_once, settled
     again = house.model.model_copy(deep=True)  # as another process has it
     house.model = again
     results = await house.results("abcd", num_steps=2)
