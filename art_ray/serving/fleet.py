@@ -310,7 +310,7 @@ class Fleet:
                     return max(loaded, key=lambda one: one.seconds)
             if (failure := self.failure()) is not None:
                 raise EngineError(f"no replica of {self._spec.name!r} is left. Last words:\n{failure}")
-            await self._until(lambda: self.failure() is not None or any(slot.is_up for slot in self._slots))
+            await self._until(lambda: self.failure() is not None or any(map(_can_be_asked, self._slots)))
 
     def _needs_room(self, step: int) -> bool:
         """Returns whether a version has to wait for a place among the others; merged weights have one for all."""
@@ -344,7 +344,7 @@ class Fleet:
         Raises:
             ArtRayError: what a living replica raised.
         """
-        slots = [slot for slot in self._slots if slot.is_up and not slot.lost.done()]
+        slots = [slot for slot in self._slots if _can_be_asked(slot)]
         results = await asyncio.gather(*(work(slot) for slot in slots), return_exceptions=True)
         answers, error = [], None
         for slot, result in zip(slots, results, strict=True):
@@ -483,3 +483,8 @@ class Fleet:
     async def _announce(self) -> None:
         async with self._news:
             self._news.notify_all()
+
+
+def _can_be_asked(slot: _Slot) -> bool:
+    """Returns whether its engine answers, as far as is known: a lost one is up until its keeper has seen to it."""
+    return slot.is_up and not slot.lost.done()

@@ -47,7 +47,8 @@ class Listener:
 
             capture_signals = contextlib.nullcontext
 
-        self._server = Server(uvicorn.Config(self._app, log_config=None, access_log=False, lifespan="off", ws="none"))
+        options: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
+        self._server = Server(uvicorn.Config(self._app, interface="asgi3", **options))
         self._serving = asyncio.create_task(self._server.serve(sockets=[sock]))
         while not self._server.started:
             if self._serving.done():
@@ -60,6 +61,8 @@ class Listener:
         if self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait([self._serving], timeout=1.0)
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
             self._server.force_exit = True
             await asyncio.wait([self._serving], timeout=5.0)
 
