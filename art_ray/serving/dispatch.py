@@ -146,7 +146,7 @@ class Dispatch:
                 return await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
             if not self._resumes:
                 stream.refuse("the engine parses reasoning out of its tokens")
-        if stream.has_begun:
+        if stream.is_started:
             raise CannotResumeError(f"{ATTEMPTS} replicas were lost")
         raise RefusedError(503, "server_error", f"{ATTEMPTS} replicas died while they answered; the last: {reason}")
 
@@ -167,6 +167,8 @@ class Dispatch:
                     await _passed_on(answer, send, stream)
                 else:
                     content = await answer.read()
+                    if stream.is_started:
+                        raise CannotResumeError(content.decode(errors="replace"))
                     await _started(answer, send)
                     await send({"type": "http.response.body", "body": content})
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -255,7 +257,8 @@ async def _unless_left_or_lost(asking: Coroutine[Any, Any, None], receive: Recei
 
 
 async def _passed_on(answer: aiohttp.ClientResponse, send: Send, stream: Stream) -> None:
-    if not stream.has_begun:
+    if not stream.is_started:
+        stream.is_started = True
         await _started(answer, send)
     async for part in answer.content.iter_any():
         if events := stream.passed(part):

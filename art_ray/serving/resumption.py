@@ -42,6 +42,8 @@ class Stream:
     def __init__(self, path: str, body: bytes) -> None:
         self._path, self._body = path, body
         self._buffer = b""
+        self.is_started = False
+        """Whether the client was told that a stream begins, which cannot be said twice."""
         self._first: dict[str, Any] | None = None
         """The first chunk that came through."""
         self._prompt_token_ids: list[int] | None = None

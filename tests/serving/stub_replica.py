@@ -38,6 +38,7 @@ class StubReplica:
         self.requests: list[dict[str, Any]] = []
         self.in_flight = 0
         self.cancelled = 0
+        self.dies_after_head = False
         self.calls: list[Any] = []
         self.on_token: Callable[[int], Any] | None = None
         self.on_start: Callable[[], None] = lambda: None
@@ -127,6 +128,9 @@ class StubReplica:
     async def _stream(self, is_chat: bool, prompt: list[int], tokens: list[int], send: Any) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if self.dies_after_head:
+            self.kill()
+            raise ConnectionAbortedError("the stub died before the first event")
         if is_chat:
             start = {"index": 0, "delta": {"role": "assistant", "content": ""}}
             await _event(send, {"id": f"of-{self.name}", "prompt_token_ids": prompt, "choices": [start]})

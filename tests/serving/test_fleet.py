@@ -150,6 +150,20 @@ async def test_a_streamed_answer_goes_on_elsewhere_with_exact_tokens(house: Hous
     assert (rest["prompt"], rest["max_tokens"]) == (PROMPT + expected[:number], 6 - number)
 
 
+async def test_a_stream_of_which_only_its_head_came_through_begins_anew_elsewhere(house: House):
+    await house.start()
+    for replica in house.made:
+        replica.dies_after_head = True
+    house.made[1].dies_after_head = False
+    house.made[1].on_token = None
+    choices = [await house.streamed() for _ in range(2)]  # each of the two is asked first once
+    for choice in choices:
+        sampling = Sampling.of(choice)
+        assert sampling is not None
+        assert sampling.token_ids == answer_to(PROMPT, 6)
+    assert house.made[0].requests
+
+
 async def test_a_stream_that_depends_on_all_of_its_tokens_ends_with_an_error_that_says_so(house: House):
     await house.start()
     pause = pause_all(house)
