@@ -47,7 +47,8 @@ class Head:
 
 class _ChunkedLogprobs(torch.autograd.Function):
     """Forward keeps one log-sum-exp per row, and the last chunk's probabilities; backward computes the other chunks'
-    logits again."""
+    logits again.
+    """
 
     @staticmethod
     def forward(

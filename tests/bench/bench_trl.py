@@ -114,7 +114,8 @@ async def our_step(model: art_ray.TrainableModel, prompts: list[str], work: Work
 def ours(work: Work) -> Iterator[Callable[[], Step]]:
     """A fresh policy, trained and served by a backend of its own; what it gives takes the next step of `work`."""
     prompts = iter(work.prompts_of_steps)
-    os.environ["RAY_worker_niceness"] = "0"  # as TRL's process has it: whatever else runs slows both down alike
+    # As TRL's process has it, so that whatever else runs slows both down alike. Ray spells it so.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         model = art_ray.TrainableModel(
             name="policy",
