@@ -4,9 +4,11 @@ import pytest
 import ray
 
 import art_ray
+from art_ray.actors.placement import Placed
 from art_ray.backend import Call
 from art_ray.errors import ConfigError, ResourcesError
 from art_ray.ray_backend import RayBackend, _key, _Running
+from art_ray.serving.adapter import LoadedVersion
 from art_ray.types import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("ray_instance")
@@ -32,14 +34,27 @@ class StubTrainerGroup:
         pass
 
 
+@ray.remote(num_cpus=0)
+class StubFleet:
+    """Takes whatever version it is given."""
+
+    def publish(self, step, version, holder=None):
+        return LoadedVersion(step, "a-hash", 0.0, canary_change=0.0)
+
+    def stop(self):
+        pass
+
+
 @pytest.fixture
 def trained(tmp_path):
     model = art_ray.TrainableModel(name="m", project="p", base_model="base", base_path=str(tmp_path))
     backend, trainer = RayBackend(), StubTrainerGroup()
     spec, serving = backend._options_of(model)
     resources = {"trainer:p/m:0": {"CPU": 1.0}, "vllm:p/m:0": {"CPU": 1.0}}
-    backend._models[_key(model)] = _Running(trainer, spec, serving, resources=resources)
-    return model, backend, trainer
+    fleet = Placed(StubFleet.remote(), "fleet:p/m")
+    backend._models[_key(model)] = _Running(trainer, spec, serving, fleet=fleet, resources=resources)
+    yield model, backend, trainer
+    ray.kill(fleet.handle)
 
 
 async def train(backend, model, groups, config=None, call=None):
