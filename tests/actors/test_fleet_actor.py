@@ -49,8 +49,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def service(tiny: Path, tmp_path: Path):
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
+async def service(ray_instance: None, tiny: Path, tmp_path: Path):
     port = reserved_socket("127.0.0.1")
     engine = spec_of(tiny, weights="merged", replicas=2, probe_interval_s=1.0, request_timeout_s=120)
     spec = FleetSpec("vllm:p/m", engine, port.getsockname()[1], tmp_path, {"CPU": 1.0}, place_s=60, stop_s=20)
@@ -62,7 +61,6 @@ async def service(tiny: Path, tmp_path: Path):
     finally:
         await ended(actor, 60)
         port.close()
-        ray.shutdown()
 
 
 async def whole(client: openai.AsyncOpenAI, max_tokens: int) -> Any:

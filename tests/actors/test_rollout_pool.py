@@ -8,20 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
-import ray
 
 import art_ray
 from art_ray.actors import calls
 from art_ray.errors import ActorDiedError, ConfigError, TooManyExceptionsError
 from tests.serving.conftest import until
 
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    """One Ray for all tests here, to which the backends attach."""
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="error")
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("ray_instance")
 
 
 @pytest.fixture
