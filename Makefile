@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench lock clean distclean
+.PHONY: help install demo test lint bench chaos lock clean distclean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -65,6 +65,9 @@ lint: install ## ruff, mypy and the import contract
 
 bench: install ## runs all benchmarks, or ONLY=name, and updates bench.json
 	@$(PY) -m tests.bench $(ONLY)
+
+chaos: install ## kills every kind of process at random moments, many times; KILLS=3 of each, ARGS go to pytest
+	@CHAOS_KILLS="$(KILLS)" $(PY) -m pytest tests/chaos --timeout=3600 $(ARGS)
 
 # ---- the locks -------------------------------------------------------------------------------------------------------
 # uv resolves, pip installs. The CPU build of torch is found where pip is told to look for it: PIP_FIND_LINKS (a folder
